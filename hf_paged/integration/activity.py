@@ -1,4 +1,4 @@
-"""What an engine did between two looks at its counters, as figures for progress bars and loggers."""
+"""Rates of an engine between two readings of its counters, for progress bars and loggers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from hf_paged.outputs import EngineStats
 
 
 class Activity(NamedTuple):
-    """Of the time between two looks, but for what is true at the second one.
+    """Rates between two readings, and values at the second one.
 
     Attributes:
-        prefill_per_second, generated_per_second: prompt tokens computed, and tokens made.
-        num_running, num_waiting: requests at the second look.
-        kv_used: share of the KV blocks that requests use at the second look.
-        hit_rate: share of the prompt tokens looked up in the prefix cache that were found.
-        num_preemptions: requests that had to give their blocks back.
+        prefill_per_second, generated_per_second: Prompt tokens computed, and tokens generated.
+        num_running, num_waiting: Requests at the second reading.
+        kv_used: Share of the KV blocks in use at the second reading.
+        hit_rate: Share of looked-up prompt tokens that were in the prefix cache.
+        num_preemptions: Number of preemptions.
     """
 
     prefill_per_second: float
@@ -28,7 +28,7 @@ class Activity(NamedTuple):
 
 
 def activity(before: EngineStats, now: EngineStats, seconds: float) -> Activity:
-    """What happened in these seconds, more than none."""
+    """Compute the rates between two readings; `seconds` must be positive."""
     queries = now.prefix_cache_queries - before.prefix_cache_queries
     hits = now.prefix_cache_hits - before.prefix_cache_hits
     return Activity(

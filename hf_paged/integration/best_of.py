@@ -1,4 +1,4 @@
-"""The best of several completions of a prompt, by the log-probability of the whole output."""
+"""Selection of the best completions of a prompt, by the log-probability of the whole output."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hf_paged.outputs import StepOutput
 
 
 def best_outputs(asked: Sequence[tuple[int, object, int | None]], made: list[StepOutput]) -> list[StepOutput]:
-    """Of the candidates of each prompt the wanted ones, best first: by `Completion.cumulative_logprob`.
+    """Return the requested number of each prompt's candidates, best first by `Completion.cumulative_logprob`.
 
-    A candidate that failed, or whose log-probabilities are not known, comes behind the others.
+    A candidate that failed, or whose log-probabilities are unknown, comes after the others.
 
     Args:
-        asked: the `Asked` of each completion, those of a prompt one after the other.
-        made: the last outputs, which have the completions.
+        asked: The `Asked` of each completion, grouped by prompt.
+        made: The last outputs, with the completions.
     """
     chosen: list[StepOutput] = []
     for _, group in groupby(zip(asked, made, strict=True), key=lambda one: one[0][0]):
@@ -39,7 +39,7 @@ def _rank(output: StepOutput) -> tuple[bool, float]:
 
 
 def num_candidates(best_of: Any, wanted: int, settings: RequestSettings) -> int:
-    """How many completions compete for ``wanted`` places; ValueError or TypeError names `best_of`."""
+    """Return the number of candidates for ``wanted`` completions; a ValueError or TypeError names `best_of`."""
     require_int("best_of", best_of, 1)
     if not wanted <= best_of <= MOST_COPIES:
         raise ValueError(f"best_of={best_of!r}: expected at least num_return_sequences={wanted}, at most {MOST_COPIES}")

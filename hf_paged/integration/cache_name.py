@@ -1,4 +1,4 @@
-"""What transformers calls a cache, among the arguments of `generate` and `forward` and in what they return."""
+"""Name of the cache among the arguments and results of transformers' `generate` and `forward`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import dataclasses
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-# 5.24 took the shorter name; it still takes the longer one from callers, with a warning.
+# transformers 5.24 uses the shorter name; it accepts the longer one from callers, with a warning.
 _fields = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
 CACHE_NAME = "cache" if "cache" in _fields else "past_key_values"

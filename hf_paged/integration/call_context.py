@@ -1,4 +1,4 @@
-"""What a call of `model.generate` has besides its arguments: a seed and a cache salt, set around the call."""
+"""Seed and cache salt of a `model.generate` call, set around the call instead of as arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CALL_SALT: ContextVar[bytes] = ContextVar("hf_paged_call_salt", default=b"")
 
 @contextmanager
 def within(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """`variable` has this value in here."""
+    """Set `variable` to `value` within the context."""
     token = variable.set(value)
     try:
         yield
@@ -23,20 +23,20 @@ def within(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 def call_seed(seed: int) -> AbstractContextManager[None]:
-    """Calls in here take `seed` in place of the config's or of one drawn from torch's generator."""
+    """Use `seed` for calls in this context, in place of the config's or of one drawn from torch's generator."""
     return within(_CALL_SEED, seed)
 
 
 def seed_of_call() -> int | None:
-    """The seed of the innermost `call_seed`."""
+    """Return the seed of the innermost `call_seed`, or None."""
     return _CALL_SEED.get()
 
 
 def call_salt(digest: bytes) -> AbstractContextManager[None]:
-    """Calls in here share cached prefixes with those under the same digest (see `salt_digest`) alone."""
+    """Let calls in this context share cached prefixes only with calls of the same digest (see `salt_digest`)."""
     return within(_CALL_SALT, digest)
 
 
 def salt_of_call() -> bytes:
-    """The digest of the innermost `call_salt`."""
+    """Return the digest of the innermost `call_salt`, or b""."""
     return _CALL_SALT.get()

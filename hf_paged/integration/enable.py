@@ -1,4 +1,4 @@
-"""Enabling a model: it gets an engine, which the hooks of transformers' methods look up. The object does not change."""
+"""Enabling of models: a model gets an engine, which the hooks of transformers' methods look up; it is not changed."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from hf_paged.integration.engines import ENGINES
 from hf_paged.models import SUPPORTED, find_executor
 from hf_paged.parallel.group import group_of
 
-_watched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models at whose end the hooks may go
+_watched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose finalizer may remove the hooks
 
 
 def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any) -> nn.Module:
     """Make `model.generate` run on a paged KV cache. The object, its class and its weights stay as they are.
 
-    A `generate` that lies on the instance, and a bound method that was taken before, do not come to the engine.
+    A `generate` attribute of the instance, and a bound method taken before, do not use the engine.
 
     Args:
-        model: a causal LM of a supported family, or a PeftModel, a torch.compile'd or a DDP-wrapped one around it.
-        config: how to run; None: the defaults.
-        **overrides: single fields of `PagedConfig`.
+        model: A causal LM of a supported family, or a PeftModel, a torch.compile'd or a DDP-wrapped one around it.
+        config: Settings of the engine; None for the defaults.
+        **overrides: Single fields of `PagedConfig`.
 
     Returns:
         `model` itself. A model that is enabled already gets a new engine if `config` or `overrides` are given.
 
     Raises:
-        UnsupportedModelError (a TypeError): no supported causal LM is inside.
-        ValueError, TypeError: a field of the config, named.
+        UnsupportedModelError (a TypeError): If there is no supported causal LM inside.
+        ValueError, TypeError: If a field of the config is invalid; the error names it.
     """
     causal_lm = unwrap(model)
     settings = merged_config(config, overrides)
     if causal_lm in ENGINES and config is None and not overrides:
-        hooks.place()  # another program may have put a method back
+        hooks.place()  # another program may have restored a method
         return model
     if group_of(causal_lm).driven:
         raise ValueError("model: its other ranks follow the PagedGenerator that loaded it; give the settings to "
@@ -53,7 +53,7 @@ def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any
 
 
 def merged_config(config: PagedConfig | None, overrides: dict[str, Any]) -> PagedConfig:
-    """`overrides` over `config`; TypeError for a name that is no field."""
+    """Apply `overrides` to `config`; raises TypeError for a name that is not a field."""
     if config is not None and not isinstance(config, PagedConfig):
         raise TypeError(f"config={config!r:.80}: expected a PagedConfig or None")
     check_fields(overrides)
@@ -68,28 +68,28 @@ def enable_with_engine(causal_lm: PreTrainedModel, config: PagedConfig, **engine
         if causal_lm not in _watched:
             _watched.add(causal_lm)
             weakref.finalize(causal_lm, hooks.put_back_if_unused).atexit = False
-        ENGINES[causal_lm] = engine  # behind the finalizer, which Python calls last then
+        ENGINES[causal_lm] = engine  # after the finalizer, so that Python removes the entry first
         hooks.place()
     return engine
 
 
 @contextmanager
 def as_if_enabled(causal_lm: PreTrainedModel) -> Iterator[Engine]:
-    """The engine that an unwrapped model has, or would have; in here transformers' methods have their hooks.
+    """Yield the engine that an unwrapped model has, or would have, with transformers' methods hooked.
 
-    For `paths.asking`: of a model that is not enabled, other threads' calls stay in stock.
+    For `paths.asking`; other threads' calls of a model that is not enabled still run in stock.
     """
     with hooks.held():
         yield ENGINES.get(causal_lm) or Engine(causal_lm, PagedConfig())
 
 
 def disable(model: nn.Module) -> nn.Module:
-    """End the engine of a model. A model that is not enabled is left alone.
+    """End the engine of a model; has no effect on a model that is not enabled.
 
-    With the last enabled model, transformers' methods are put back.
+    Disabling the last enabled model restores transformers' methods.
 
     Raises:
-        UnsupportedModelError: no causal LM is inside.
+        UnsupportedModelError: If there is no causal LM inside.
     """
     causal_lm = unwrap(model)
     if causal_lm not in ENGINES:
@@ -99,14 +99,14 @@ def disable(model: nn.Module) -> nn.Module:
         engine.shutdown()
     finally:
         with hooks.lock:
-            if ENGINES.get(causal_lm) is engine:  # not disabled by another thread in the meantime
+            if ENGINES.get(causal_lm) is engine:  # another thread may have disabled or enabled it meanwhile
                 del ENGINES[causal_lm]
             hooks.put_back_if_unused()
     return model
 
 
 def is_enabled(model: nn.Module) -> bool:
-    """True while `model`, or the causal LM inside it, is enabled."""
+    """Return whether `model`, or the causal LM inside it, is enabled."""
     try:
         return unwrap(model) in ENGINES
     except UnsupportedModelError:
@@ -114,10 +114,10 @@ def is_enabled(model: nn.Module) -> bool:
 
 
 def get_engine(model: nn.Module) -> Engine:
-    """The engine of an enabled model.
+    """Return the engine of an enabled model.
 
     Raises:
-        ValueError: the model is not enabled.
+        ValueError: If the model is not enabled.
     """
     causal_lm = unwrap(model)
     if causal_lm not in ENGINES:
@@ -127,20 +127,20 @@ def get_engine(model: nn.Module) -> Engine:
 
 @contextmanager
 def weight_update(model: nn.Module) -> Iterator[None]:
-    """`Engine.weight_update` of an enabled model.
+    """Open `Engine.weight_update` of an enabled model.
 
     Raises:
-        ValueError: the model is not enabled.
+        ValueError: If the model is not enabled.
     """
     with get_engine(model).weight_update():
         yield
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The causal LM inside torch.compile's OptimizedModule, DDP and PEFT wrappers.
+    """Return the causal LM inside torch.compile's OptimizedModule, DDP and PEFT wrappers.
 
     Raises:
-        UnsupportedModelError: it is of no class that is supported.
+        UnsupportedModelError: If its class is not supported.
     """
     inner = innermost(model)
     if not isinstance(inner, PreTrainedModel) or (inner not in ENGINES and find_executor(inner) is None):
@@ -152,7 +152,7 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 
 def unsupported_class(causal_lm: Any) -> Reason | None:
-    """Why a model can never be enabled, or None."""
+    """Return why a model can never be enabled, or None."""
     if find_executor(causal_lm) is not None:
         return None
     return Reason(f"{type(causal_lm).__name__} is no class that the paged engine runs",
@@ -160,7 +160,7 @@ def unsupported_class(causal_lm: Any) -> Reason | None:
 
 
 def innermost(model: Any) -> Any:
-    """What is inside these wrappers, whatever it is."""
+    """Return the object inside these wrappers, of any class."""
     inner = model
     while True:
         if isinstance(inner, torch._dynamo.OptimizedModule):

@@ -1,4 +1,4 @@
-"""`hf_paged.explain`: which path a call would take, found by stock's preparation of it, which ends before decoding."""
+"""`hf_paged.explain`: finds the path of a call by running stock's preparation of it, without decoding."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from hf_paged.integration.fallback import outside_of_fallbacks
 from hf_paged.integration.paths import Question, asked, asking
 from hf_paged.outputs import Explanation
 
-_one_at_a_time = threading.RLock()  # filters of warnings are the process' own
+_one_at_a_time = threading.RLock()  # since filters of warnings are global to the process
 
 
 class _Nobody:
-    """The streamer of a call that is only asked about."""
+    """Streamer without effect, for calls of `explain`."""
 
     def put(self, value: torch.Tensor) -> None:
-        """Stock hands over the prompt before it decodes."""
+        """Ignore the prompt, which stock streams before it decodes."""
 
     def end(self) -> None:
-        """Never called."""
+        """Do nothing; never called."""
 
 
 def explain(model: nn.Module, **generate_kwargs: Any) -> Explanation:
-    """What ``model.generate(**generate_kwargs)`` would do here and now, why, and what to change. Nothing runs.
+    """Return the path, reasons and remedies of ``model.generate(**generate_kwargs)`` without running it.
 
-    The model may be enabled or not (then: as `enable(model)` would make it). It is not changed, no cache is
-    allocated, no random number drawn, and nothing warned of. A `PagedGenerator` whose memory was released gets its KV
-    pool back.
+    The model may be enabled or not (then the result is that after `enable(model)`). It is not changed; no cache is
+    allocated, no random number drawn, no warning given. A `PagedGenerator` whose memory was released gets its KV pool
+    back.
 
     Args:
-        model: as for `enable`.
-        **generate_kwargs: those of the call. Without `inputs`, `input_ids` and `inputs_embeds` a prompt of one token
-            stands in, or one for each of `adapter_names`; a longer one, or padding, may lead to another path.
+        model: As for `enable`.
+        **generate_kwargs: Arguments of the call. Without `inputs`, `input_ids` and `inputs_embeds` the prompt is one
+            token, or one for each of `adapter_names`; a longer one, or padding, may lead to another path.
 
     Returns:
         The path, and each reason with its remedy.
 
     Raises:
-        UnsupportedModelError (a TypeError): no transformers model is inside.
-        Exception: what `generate` raises about its arguments before it decodes.
+        UnsupportedModelError (a TypeError): If there is no transformers model inside.
+        Exception: Errors that `generate` raises about its arguments before it decodes.
     """
     causal_lm = innermost(model)
     if not isinstance(causal_lm, PreTrainedModel):
@@ -60,7 +60,7 @@ def explain(model: nn.Module, **generate_kwargs: Any) -> Explanation:
     if generate_kwargs.get("streamer") is not None:
         generate_kwargs["streamer"] = _Nobody()
     if generate_kwargs.keys().isdisjoint(("inputs", "input_ids", "inputs_embeds")):
-        names = generate_kwargs.get("adapter_names")  # of PEFT's `generate`: one for each row
+        names = generate_kwargs.get("adapter_names")  # of PEFT's `generate`: one per row
         rows = max(1, len(names)) if isinstance(names, (list, tuple)) else 1
         generate_kwargs["input_ids"] = ids = torch.zeros((rows, 1), dtype=torch.int64, device=causal_lm.device)
         generate_kwargs.setdefault("attention_mask", torch.ones_like(ids))
@@ -77,14 +77,14 @@ def explain(model: nn.Module, **generate_kwargs: Any) -> Explanation:
 
 
 def _explanation(path: str, *reasons: Reason) -> Explanation:
-    by_kind = {reason.kind: reason for reason in reversed(reasons)}  # of each kind the first
+    by_kind = {reason.kind: reason for reason in reversed(reasons)}  # the first reason of each kind
     distinct = tuple(by_kind.pop(reason.kind) for reason in reasons if reason.kind in by_kind)
     return Explanation(path, distinct, tuple(reason.remedy for reason in distinct))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Whatever stock's preparation says is said when the call is made."""
+    """Suppress warnings and log messages of stock's preparation, which the real call will show."""
     names = [name for name in logging.Logger.manager.loggerDict if name.startswith("transformers.generation")]
     loggers = list(map(logging.getLogger, names))
     for logger in loggers:
@@ -99,7 +99,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _not_asked(record: logging.LogRecord) -> bool:
-    return asked() is None  # in this thread
+    return asked() is None  # for this thread only
 
 
 @at_fork.in_child

@@ -1,4 +1,4 @@
-"""Calls that go to stock generate: the warning, and the contexts in which they run there."""
+"""Calls that go to stock generate: their warning, and the contexts in which they run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from hf_paged.integration.same_draws import same_draws
 from hf_paged.options.notices import level_of_caller
 from hf_paged.parallel.intact import broken_part
 
-_IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines whose call runs in stock
+_IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines with a call in stock
 
 
 def fall_back(engine: Engine, reason: Reason, call: Callable[[], Any], num_tokens: Callable[[Any], int]) -> Any:
-    """`call()` in stock, announced (see `announce_fallback`) and counted."""
+    """Run `call()` in stock, with a warning (see `announce_fallback`), and count it."""
     announce_fallback(engine, reason)
     with quiet_fallbacks(engine):
         return paths.counted(engine, "stock", reason, call, num_tokens)
 
 
 def announce_fallback(engine: Engine, reason: Reason) -> None:
-    """Warn that a call goes to stock generate, once a reason; raise where the config is ``strict`` or stock could not
-    do it either.
-    """
+    """Warn that a call goes to stock generate, once per reason; raises FallbackError if the config is ``strict`` or
+    stock cannot run it either."""
     paths.answer(engine, "stock", reason)
     with ranks.refusing(engine):
         _warn_or_raise(engine, reason)
@@ -56,42 +55,42 @@ def _warn_or_raise(engine: Engine, reason: Reason) -> None:
 
 
 def value_reason(error: Exception) -> Reason:
-    """That some value is none that the engine takes, as an error says it."""
+    """Make the reason for a value that the engine rejects, from the error's message."""
     return Reason("a value that the paged engine does not take: {}", _without_data(str(error)),
                   remedy="The value is one that stock refuses, too, or that the kernels' numbers do not hold. The text "
                          "says what is accepted.")
 
 
 def unreadable(error: Exception) -> Reason:
-    """That an argument raised an error where the engine looked at it."""
+    """Make the reason for an argument that raised an error when the engine read it."""
     return Reason("this call cannot be read: {}", _without_data(f"{error!r:.200}"),
                   remedy="Some argument raised the error that the text quotes. If stock carries the call out, please "
                          "report it.")
 
 
 def _without_data(text: str) -> str:
-    """Without what tensors hold, which nobody wants in a warning."""
+    """Remove the content of tensors, which would make a warning unreadable."""
     return re.sub(r"tensor\(.*?(\)|$)", "a tensor", text, flags=re.DOTALL)
 
 
 def in_fallback(engine: Engine) -> bool:
-    """True inside a call of this engine's model that runs in stock."""
+    """Return whether the code runs inside a call of this engine's model in stock."""
     return engine in _IN_FALLBACK.get()
 
 
 def fallback_engines() -> tuple:
-    """Engines whose calls run in stock right now, in this context (see `quiet_fallbacks`)."""
+    """Return the engines with a call in stock in this context (see `quiet_fallbacks`)."""
     return _IN_FALLBACK.get()
 
 
 def outside_of_fallbacks() -> AbstractContextManager[None]:
-    """Calls in here are looked at as if none went on in stock."""
+    """Treat calls in this context as if no call ran in stock."""
     return within(_IN_FALLBACK, ())
 
 
 @contextmanager
 def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
-    """Calls that stock makes in here (assisted decoding generates every draft) go to stock without a warning."""
+    """Send calls that stock makes in this context to stock without a warning, such as calls for drafts."""
     inside = engine is None or in_fallback(engine)
     draws = nullcontext() if engine is None or inside else same_draws(engine)
     with within(_IN_FALLBACK, (*_IN_FALLBACK.get(), engine)), draws:

@@ -1,4 +1,4 @@
-"""`hf_paged.gathered`: a block in which ranks of a sharded model generate independently of each other."""
+"""`hf_paged.gathered`: a context in which ranks of a sharded model generate independently of each other."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from hf_paged.integration.ranks import OTHERS_IN_STOCK, come, refusing
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside of this block a rank generates as often as it likes, whatever the others do, and natively only.
+    """Let each rank generate natively and independently of the others within the context.
 
-    For an enabled model that is sharded by FSDP2. All ranks enter the block, which gathers the weights where they
-    changed; from then on none waits for another. Leaving waits for nobody. Of any other model this does nothing.
+    For an enabled model that is sharded by FSDP2. All ranks enter the context, which gathers the weights if they
+    changed; afterwards no rank waits for another, also at the end. Has no effect on any other model.
 
     Args:
-        model: enabled, as for `get_engine`.
+        model: An enabled model, as for `get_engine`.
 
     Yields:
         `model`.
 
     Raises:
-        ValueError: the model is not enabled.
-        RankAloneError: not all ranks enter within `PagedConfig.gather_timeout`.
-        FallbackError: another rank's call goes to stock generate meanwhile, or, of calls inside of the block, this
-            one would.
-        UnsupportedModelError: the model cannot run natively as it is now.
+        ValueError: If the model is not enabled.
+        RankAloneError: If not all ranks enter within `PagedConfig.gather_timeout`.
+        FallbackError: If another rank's call goes to stock generate meanwhile, or if a call inside the context would.
+        UnsupportedModelError: If the model cannot run natively in its current state.
     """
     engine = get_engine(model)
     if engine.finds_shards():

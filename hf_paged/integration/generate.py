@@ -1,7 +1,7 @@
-"""`model.generate` of an enabled model: stock generate has prepared everything; the decoding loop is ours.
+"""`model.generate` of an enabled model: stock generate prepares the call, the engine runs the decoding loop.
 
-`sample_method` stands in for `GenerationMixin._sample`. It recognises, from the finished pieces that stock hands over,
-what the engine carries out exactly as stock would; the rest goes on to `stock_loop`, and from there maybe to stock.
+`sample_method` replaces `GenerationMixin._sample`. It inspects the arguments that stock prepared and runs the call if
+the engine does exactly what stock would; other calls go to `stock_loop`, and from there possibly to stock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hf_paged.sampling.sampler import derive_seed
 
 
 class NativeCall(NamedTuple):
-    """A call as the engine runs it: a request per row, whose seed is drawn when it runs."""
+    """A call for the engine: one request per row, whose seed is drawn when it runs."""
 
     requests: list[NewRequest]
     pad_token_id: int
@@ -47,7 +47,7 @@ class NativeCall(NamedTuple):
 
 
 def sample_method(stock: Any) -> Callable:
-    """`_sample` of a view of a `stock` model: on the engine, or stock's where the call asks for more."""
+    """Return `_sample` for views of `stock` models: on the engine, or stock's if the engine cannot run the call."""
 
     @functools.wraps(stock._sample)  # generate reads the signature
     def _sample(self: Any, input_ids: torch.LongTensor, logits_processor: Any, stopping_criteria: Any,
@@ -77,7 +77,8 @@ def sample_method(stock: Any) -> Callable:
 
 
 def assisted_method(stock: Any) -> Callable:
-    """`_assisted_decoding` of a view of a `stock` model: prompt lookup on the engine, which guesses by itself."""
+    """Return `_assisted_decoding` for views of `stock` models: prompt lookup runs on the engine, with its own
+    drafts."""
 
     @functools.wraps(stock._assisted_decoding)  # generate reads the signature
     def _assisted_decoding(self: Any, input_ids: torch.LongTensor, logits_processor: Any, stopping_criteria: Any,
@@ -107,7 +108,7 @@ _OF_ASSISTANTS = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "to
 
 
 def _meets_drafts(call: NativeCall) -> Reason | None:
-    """What of a call with prompt lookup stock looks at once a draft, and the engine once a token, if anything."""
+    """Return why drafts would change the call: stock checks some options once per draft, the engine once per token."""
     for request in call.requests:
         if request.stop is not None or request.grammar is not None or request.settings.structured is not None:
             return Reason("prompt_lookup_num_tokens with stop_strings, max_time or a form of the output, which stock "
@@ -118,7 +119,7 @@ def _meets_drafts(call: NativeCall) -> Reason | None:
 
 def _carry_out(engine: Engine, model: Any, call: NativeCall, in_stock: Callable, input_ids: torch.Tensor,
                stopping_criteria: Any, config: GenerationConfig, streamer: Any, model_kwargs: dict[str, Any]) -> Any:
-    """What the call returns; `in_stock(streamer=...)` where the engine cannot end it."""
+    """Run the call and return its result; calls `in_stock(streamer=...)` if the engine cannot finish it."""
     paths.answer(engine, "native")
     columns = _Columns(call, streamer)
     if engine.replica is None:
@@ -142,7 +143,7 @@ def _carry_out(engine: Engine, model: Any, call: NativeCall, in_stock: Callable,
 
 
 def _run_counted(engine: Engine, call: NativeCall, columns: _Columns, input_ids: torch.Tensor) -> Reason | None:
-    """`_run`; a call that it does not end natively is not counted as native."""
+    """Call `_run` and count the call as native, unless it ends with a reason for stock."""
     try:
         check_token_ids(input_ids, engine.vocab_size)
         reason = _run(engine, call, columns)
@@ -155,7 +156,7 @@ def _run_counted(engine: Engine, call: NativeCall, columns: _Columns, input_ids:
 
 
 def _run(engine: Engine, call: NativeCall, columns: _Columns) -> Reason | None:
-    """Drive the engine until every row of the call is done; returns why it cannot be done natively, if so."""
+    """Run the engine until all rows of the call are done; returns a reason if the call cannot run natively."""
     is_sampled = call.requests[0].settings.do_sample
     seed = base_seed(seed_of_call(), engine.config.seed) if is_sampled else 0
     with engine.session(stream=columns.streamer is not None, text=False) as session:
@@ -168,7 +169,7 @@ def _run(engine: Engine, call: NativeCall, columns: _Columns) -> Reason | None:
             return _DISABLED
         except PrecisionBusyError as error:
             return error.reason
-        except ValueError as error:  # settings that cannot be encoded
+        except ValueError as error:  # settings that the device's tables cannot hold
             return value_reason(error)
         while session.unfinished():
             for end in call.ends:
@@ -190,7 +191,7 @@ _DISABLED = Reason("the model was disabled by another thread during the call", r
 
 
 class _Columns:
-    """Rows of new tokens as they come, and stock's view of them: columns in lockstep, finished rows padded."""
+    """Rows of new tokens, streamed in stock's form: column by column, finished rows padded."""
 
     def __init__(self, call: NativeCall, streamer: Any) -> None:
         self.rows: list[list[int]] = [[] for _ in call.requests]
@@ -205,7 +206,7 @@ class _Columns:
             self.open.discard(row)
 
     def put_ready(self) -> None:
-        """Hand the streamer every column that no open row still owes a token to."""
+        """Give the streamer every column for which all unfinished rows have a token."""
         if self.streamer is None:
             return
         ready = min((len(self.rows[r]) for r in self.open), default=max(map(len, self.rows)))
@@ -215,11 +216,11 @@ class _Columns:
             self.streamer.put(torch.tensor(column, dtype=torch.int64, device="cpu"))
 
     def rest_of_streamer(self) -> _SkippingStreamer | None:
-        """What stock may stream to, which makes all columns again."""
+        """Return a streamer for stock, which generates all columns again; None without a streamer."""
         return None if self.streamer is None else _SkippingStreamer(self.streamer, self.num_put)
 
     def tensor(self) -> torch.Tensor:
-        """int64 [rows, longest], padded on the right."""
+        """Return the tokens as int64 [rows, longest], padded on the right."""
         new = np.full((len(self.rows), max(map(len, self.rows))), self._pad, dtype=np.int64)
         for line, row in zip(new, self.rows, strict=True):
             line[: len(row)] = row
@@ -227,7 +228,7 @@ class _Columns:
 
 
 class _SkippingStreamer:
-    """Passes on what stock streams, but for the first columns, which were streamed before the call went to stock."""
+    """Streamer that drops the first columns, which were streamed before the call went to stock."""
 
     def __init__(self, streamer: Any, skip: int) -> None:
         self._streamer, self._skip = streamer, skip
@@ -243,17 +244,17 @@ class _SkippingStreamer:
 
 
 def _recognised(*call: Any) -> NativeCall | Reason:
-    """`_recognise` where something in the call may raise."""
+    """Call `_recognise`; an exception becomes a reason."""
     try:
         return _recognise(*call)
-    except Exception as error:  # what cannot be read, stock may carry out, or it raises what it raises
+    except Exception as error:  # stock may accept the argument, or raises its own error
         return unreadable(error)
 
 
 def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_processor: Any,
                stopping_criteria: Any, config: GenerationConfig, synced_gpus: bool,
                model_kwargs: dict[str, Any]) -> NativeCall | Reason:
-    """The call as the engine would run it, or the reason why stock has to."""
+    """Return the call in the engine's terms, or the reason why it has to run in stock."""
     if (reason := next(options_beyond_tokens(config), None)) is not None:
         return reason
     try:
@@ -279,7 +280,7 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
                       remedy="`return_dict_in_generate` also returns a cache, which no rank has alone. Leave the "
                              "option out, or give `use_cache=False`.")
     width = input_ids.shape[1]
-    stops = stops._replace(max_length=max(stops.max_length, width + 1))  # stock looks after a token was made
+    stops = stops._replace(max_length=max(stops.max_length, width + 1))  # stock checks lengths after the first token
     found = split_forms(engine, logits_processor, len(prompts), stops.eos)
     if isinstance(found, Reason):
         return found
@@ -310,7 +311,7 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
     paddings = _paddings(input_ids, prompts)
     if any(paddings) and (reason := _padding_reason(settings.edits, paddings, min(map(len, prompts)))) is not None:
         return reason
-    if width > 1 and settings.edits.forced_bos_token_id is not None:  # never comes to be
+    if width > 1 and settings.edits.forced_bos_token_id is not None:  # stock applies it to prompts of one token only
         settings = replace(settings, edits=replace(settings.edits, forced_bos_token_id=None))
     autocast = engine.autocast_of_call()
     requests = [
@@ -323,7 +324,7 @@ def _recognise(engine: Engine, model: Any, input_ids: torch.Tensor, logits_proce
 
 
 def _paddings(input_ids: torch.Tensor, prompts: list[list[int]]) -> list[list[int]]:
-    """What stands left of each prompt."""
+    """Return the tokens left of each prompt."""
     width = input_ids.shape[1]
     if all(len(prompt) == width for prompt in prompts):
         return [[] for _ in prompts]
@@ -331,7 +332,7 @@ def _paddings(input_ids: torch.Tensor, prompts: list[list[int]]) -> list[list[in
 
 
 def _padding_reason(edits: Edits, paddings: list[list[int]], shortest: int) -> Reason | None:
-    """Why these edits, which in stock see the padding as tokens, cannot be had from the unpadded rows."""
+    """Return why edits that in stock treat the padding as tokens cannot run on unpadded rows, or None."""
     if edits.no_repeat_ngram_size:
         return Reason("no_repeat_ngram_size with left padding, whose n-grams count in stock", remedy=_NO_PADDING)
     seen = {token for padding in paddings for token in padding}
@@ -354,7 +355,7 @@ def _with_form(settings: RequestSettings, form: Form) -> RequestSettings:
 
 
 def _with_padding(settings: RequestSettings, padding: list[int], logits_processor: Any) -> RequestSettings:
-    """Settings of a row: stock's repetition penalty counts padding as seen, unless it was told to ignore it."""
+    """Return a row's settings: stock's repetition penalty also penalises padding, unless it ignores the prompt."""
     if not padding or settings.edits.repetition_penalty == 1.0:
         return settings
     [penalty] = [p for p in logits_processor if isinstance(p, RepetitionPenaltyLogitsProcessor)]

@@ -1,7 +1,7 @@
-"""Hooks of transformers' methods: what stands in `GenerationMixin` while some model is enabled.
+"""Hooks of transformers' methods in `GenerationMixin`, placed while a model is enabled.
 
-A hook looks up whether *this object* is enabled; every other object runs what stood there before. The classes of
-models, and every other method, stay as they are.
+A hook checks whether *this object* is enabled; for every other object it calls the original method. Model classes and
+all other methods stay unchanged.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from hf_paged.integration.structured_calls import with_structure
 from hf_paged.integration.view import model_of, view_of
 from hf_paged.options.settings import option_reason
 
-lock = threading.RLock()  # models are enabled and disabled, and methods replaced, by one thread at a time
-_holders = 0  # of `hold`
-_CUSTOM = 10  # the place of `custom_generate` behind `self`; a function in place of stock's `generate` may hide it
-_MISSING = object()  # the method is inherited by GenerationMixin, not its own
-_replaced: dict[Callable, Any] = {}  # by hook: what stood in GenerationMixin
-before_first_call: list[Callable[[Any], None]] = []  # what `install` does with the model of each hooked call
+lock = threading.RLock()  # held to enable or disable models and to replace methods
+_holders = 0  # calls of `hold` minus calls of `release`
+_CUSTOM = 10  # index of `custom_generate` after `self`; a function that replaces stock's `generate` may hide it
+_MISSING = object()  # GenerationMixin inherits the method and does not define it
+_replaced: dict[Callable, Any] = {}  # by hook: the original attribute of GenerationMixin
+before_first_call: list[Callable[[Any], None]] = []  # called with the model of each hooked call, for `install`
 
 
 def place() -> None:
-    """Place the hooks that do not stand in `GenerationMixin`; a hook that another function wraps does."""
+    """Place missing hooks in `GenerationMixin`; a hook inside another function's wrapper counts as placed."""
     with lock:
         for name, make in _HOOKS.items():
             current = getattr(GenerationMixin, name)
@@ -50,9 +50,9 @@ def place() -> None:
 
 
 def put_back_if_unused() -> None:
-    """Put the methods back if no model is enabled and nothing else holds the hooks.
+    """Restore the methods if no model is enabled and no `hold` is open.
 
-    A hook that another program replaced or wrapped stays where it is, and calls what stood there before.
+    A hook that another program replaced or wrapped stays there, and calls the original method.
     """
     with lock:
         if ENGINES or _holders:
@@ -69,7 +69,7 @@ def put_back_if_unused() -> None:
 
 
 def replaced() -> str | None:
-    """The first hooked method that another program replaced or wrapped since, or None."""
+    """Return the name of the first hooked method that another program replaced or wrapped, or None."""
     return next((name for name in _HOOKS if not _is_hook(GenerationMixin.__dict__.get(name))), None)
 
 
@@ -78,7 +78,7 @@ def _is_hook(function: Any) -> bool:
 
 
 def _inherited(name: str, current: Callable) -> Callable:
-    """What `GenerationMixin` inherits under a name at the time of each call."""
+    """Return a method that calls what `GenerationMixin` inherits under a name at the time of each call."""
 
     @functools.wraps(current)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def _inherited(name: str, current: Callable) -> Callable:
 
 
 def hold() -> None:
-    """Place the hooks, and keep them placed until as many calls of `release`."""
+    """Place the hooks and keep them until the matching `release`."""
     global _holders
     with lock:
         _holders += 1
@@ -96,7 +96,7 @@ def hold() -> None:
 
 
 def release() -> None:
-    """End what one `hold` began."""
+    """End one `hold`."""
     global _holders
     with lock:
         _holders -= 1
@@ -105,7 +105,7 @@ def release() -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Keep the hooks placed in here."""
+    """Keep the hooks placed within the context."""
     hold()
     try:
         yield
@@ -114,14 +114,14 @@ def held() -> Iterator[None]:
 
 
 def _generate_hook(original: Callable) -> Callable:
-    """`generate`: stock's over a view of the model, with the warning where it never comes to a decoding method."""
+    """Hook `generate`: call stock's over a view of the model, or fall back if the call reaches no decoding method."""
 
     @functools.wraps(original)
     def generate_(self: Any, *args: Any, **kwargs: Any) -> Any:
         model, engine = _of_first_call(self)
         if engine is None:
             return original(model, *args, **kwargs)
-        if _is_of_assistant(kwargs) and fallback.fallback_engines():  # drafts are a part of the call that runs in stock
+        if _is_of_assistant(kwargs) and fallback.fallback_engines():  # a draft model within a call that runs in stock
             with fallback.quiet_fallbacks(engine):
                 return original(model, *args, **kwargs)
         is_inner = fallback.in_fallback(engine)
@@ -134,25 +134,25 @@ def _generate_hook(original: Callable) -> Callable:
                 reason = option_reason("custom_generate", loop)
             elif kwargs.get("cache_implementation") == "paged":
                 reason = option_reason("cache_implementation", "paged")
-            # Another program's code gets the model itself.
+            # Custom or overridden decoding gets the model itself, not a view.
             receiver = model if reason is not None else view_of(model, _decoding_methods)
             call = functools.partial(original, receiver, *args, **kwargs)
             if is_inner or reason is None:
                 return call()
             ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
             return fallback.fall_back(engine, reason, call, _after_the_prompt(model, ids))
-        return None  # `answered` ended a call that was only asked about
+        return None  # `answered` ended a call of `explain`
 
     return generate_
 
 
 def _is_of_assistant(kwargs: dict[str, Any]) -> bool:
-    """Does stock's assisted decoding ask for a draft?"""
+    """Return whether the call is by stock's assisted decoding, for a draft."""
     return bool(getattr(kwargs.get("generation_config"), "is_assistant", False))
 
 
 def _batching_hook(function: Callable, looks_up: Callable, original: Callable) -> Callable:
-    """A method of continuous batching: `function(original, model, ...)` for models that `looks_up` finds enabled."""
+    """Hook a method of continuous batching: `function(original, model, ...)` if `looks_up` finds an enabled model."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,20 +163,20 @@ def _batching_hook(function: Callable, looks_up: Callable, original: Callable) -
 
 
 def _of_call(self: Any) -> tuple[Any, Engine | None]:
-    """The model of a call and its engine; None if it is not enabled."""
+    """Return the model of a call, and its engine or None if it is not enabled."""
     model = model_of(self)
     return model, engine_of(model)
 
 
 def _of_first_call(self: Any) -> tuple[Any, Engine | None]:
-    """`_of_call`, after `install` had the chance to enable the model."""
+    """Return `_of_call`, after `install` may have enabled the model."""
     for prepare in before_first_call:
         prepare(model_of(self))
     return _of_call(self)
 
 
 def _decoding_methods(stock: Any) -> dict[str, Callable]:
-    """The methods of a view that stock generate gets at by the class of `self`."""
+    """Return the methods of a view that stock generate looks up on the class of `self`."""
     return {
         "_sample": generate.sample_method(stock),
         "_beam_search": stock_loop.beam_search_method(stock),
@@ -186,7 +186,7 @@ def _decoding_methods(stock: Any) -> dict[str, Callable]:
 
 
 def _structured(model: Any, engine: Engine, structured: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The logits processors of a call of `generate` with these arguments."""
+    """Return the logits processors of a `generate` call with these arguments and a structured output."""
     inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
     num_prompts = len(inputs) if isinstance(inputs, torch.Tensor) else 1
     tokenizer = kwargs.get("tokenizer")
@@ -196,7 +196,7 @@ def _structured(model: Any, engine: Engine, structured: Any, args: tuple[Any, ..
 
 
 def _after_the_prompt(model: Any, ids: Any) -> Callable[[Any], int]:
-    """Counts the tokens that somebody's own decoding returned after these prompts; what is padding, nobody knows."""
+    """Return a function that counts a custom decoding's new tokens; includes padding, which cannot be recognised."""
     width = ids.shape[-1] if isinstance(ids, torch.Tensor) else 0
     return lambda result: paths.new_tokens(result, width, (), model.generation_config)
 
@@ -205,7 +205,7 @@ def _no_cache_for_a_question(stock: Any) -> Callable:
     @functools.wraps(stock._prepare_cache_for_generation)
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
                                       **kwargs: Any) -> Any:
-        """Stock's, but a call that is only asked about allocates no cache and leaves no mark on the caller's."""
+        """Call stock's; in a call of `explain`, allocate no cache and leave the caller's unchanged."""
         if paths.asked() is not None:
             if (given := model_kwargs.get(CACHE_NAME)) is None:
                 return None
@@ -215,7 +215,7 @@ def _no_cache_for_a_question(stock: Any) -> Callable:
     return _prepare_cache_for_generation
 
 
-# By name, what makes the hook of a method out of what stands there.
+# Factories of hooks by method name; each gets the current method.
 _HOOKS: dict[str, Callable[[Callable], Callable]] = {
     "generate": _generate_hook,
     **{name: functools.partial(_batching_hook, function, _of_first_call) for name, function in METHODS.items()},
@@ -225,6 +225,6 @@ _HOOKS: dict[str, Callable[[Callable], Callable]] = {
 
 @at_fork.in_child
 def _renew_in_child() -> None:
-    """The thread that was replacing methods when another one forked does not exist in the child."""
+    """Replace the lock in a forked child, since a thread that held it does not exist there."""
     global lock
     lock = at_fork.renewed(lock)

@@ -1,4 +1,4 @@
-"""Process-wide switch: every supported model is enabled at its first generation."""
+"""Process-wide switch that enables every supported model at its first generation."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from hf_paged.integration.paths import asked
 from hf_paged.options.notices import level_of_caller
 
 _config = PagedConfig()
-# Enabled here once: a later `disable` of one is the user's wish.
+# Models enabled here, at most once each: a user may have disabled one on purpose.
 _enabled: weakref.WeakSet[Any] = weakref.WeakSet()
-_named: weakref.WeakSet[type] = weakref.WeakSet()  # classes that stay stock's, of which somebody was told
-_enabling_one = threading.RLock()  # threads that meet in a model's first call: one enables it
+_named: weakref.WeakSet[type] = weakref.WeakSet()  # unsupported classes for which the warning was shown
+_enabling_one = threading.RLock()  # so that concurrent first calls of a model enable it once
 
 
 def install(config: PagedConfig | None = None, **overrides: Any) -> None:
-    """From now on a supported model is enabled at its first `generate`, `generate_batch` or
-    `init_continuous_batching`, wherever it and its caller came from (`transformers serve`, pipelines, TRL, lm-eval).
+    """Enable every supported model at its first `generate`, `generate_batch` or `init_continuous_batching` from now on,
+    for any caller (`transformers serve`, pipelines, TRL, lm-eval).
 
-    Only these methods of `GenerationMixin` are hooked. Models that hf_paged does not support stay stock's: a
-    `FallbackWarning` names each such class once. A model that is disabled afterwards stays disabled. Installing again
-    changes the config of models to come.
+    Only these methods of `GenerationMixin` are hooked. Models that hf_paged does not support run in stock: a
+    `FallbackWarning` names each such class once. A model that is disabled afterwards stays disabled. Another call
+    changes the config of models enabled later.
 
     Args:
-        config: how to run; None: the defaults.
-        **overrides: single fields of `PagedConfig`.
+        config: Settings of the engines; None for the defaults.
+        **overrides: Single fields of `PagedConfig`.
 
     Raises:
-        ValueError, TypeError: a field of the config, named.
+        ValueError, TypeError: If a field of the config is invalid; the error names it.
     """
     global _config
     _config = merged_config(config, overrides)
@@ -46,10 +46,10 @@ def install(config: PagedConfig | None = None, **overrides: Any) -> None:
 
 
 def uninstall() -> None:
-    """Put the methods back and disable what `install` enabled. Nothing happens where it is not installed.
+    """Restore the methods and disable what `install` enabled; has no effect if not installed.
 
     Raises:
-        RuntimeError: one of the methods was replaced after `install`; undo that first.
+        RuntimeError: If one of the methods was replaced after `install`; undo that first.
     """
     if is_installed():
         if (name := hooks.replaced()) is not None:
@@ -63,14 +63,14 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """True between `install` and `uninstall`."""
+    """Return whether `install` was called, and `uninstall` was not called since."""
     return enable_once in hooks.before_first_call
 
 
 def enable_once(model: Any) -> None:
-    """Enable a model that is supported and was not enabled here before."""
+    """Enable a model if it is supported and was not enabled by this function before."""
     if model in _enabled or is_enabled(model) or fallback.fallback_engines() or asked() is not None:
-        return  # inside a fallback: a draft model belongs to the stock call that runs it
+        return  # within a fallback, a draft model belongs to the stock call
     if (reason := unsupported_class(model)) is not None:
         if type(model) not in _named:
             _named.add(type(model))
@@ -85,6 +85,6 @@ def enable_once(model: Any) -> None:
 
 @at_fork.in_child
 def _renew_in_child() -> None:
-    """The thread that was enabling a model when another one forked does not exist in the child."""
+    """Replace the lock in a forked child, since a thread that held it does not exist there."""
     global _enabling_one
     _enabling_one = at_fork.renewed(_enabling_one)

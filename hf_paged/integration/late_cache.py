@@ -1,7 +1,7 @@
-"""The cache of a native call's result: a `DynamicCache` whose content is computed once somebody looks.
+"""Cache in the result of a native call: a `DynamicCache` that computes its content at its first use.
 
-The engine's pages go to other calls, and most callers never ask. Who does gets what the model's own forward computes
-for the same tokens under the same mask, which is what stock has in its cache.
+The engine reuses its pages, and most callers never read the cache. A caller that does gets the result of the model's
+own forward for the same tokens and mask, which equals stock's cache.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hf_paged.engine.engine import Engine
 from hf_paged.integration.adapter_rows import rows_under
 from hf_paged.integration.cache_name import CACHE_NAME
 
-TOKENS_AT_ONCE = 8192  # new ones of all rows together
+TOKENS_AT_ONCE = 8192  # new tokens of all rows in one forward
 
 
 class _Call:
-    """What a forward needs to compute the keys and values of a call again. Keeps neither model nor engine alive."""
+    """Inputs to recompute the keys and values of a call; keeps neither model nor engine alive."""
 
     def __init__(self, engine: Engine, model: Any, sequences: torch.Tensor, width: int,
                  model_kwargs: dict[str, Any], adapters: list[str | None]) -> None:
@@ -35,7 +35,7 @@ class _Call:
         self._autocast = {"device_type": device, "enabled": torch.is_autocast_enabled(device),
                           "dtype": torch.get_autocast_dtype(device)}
         self._width, self._adapters = width, adapters
-        self._tokens = sequences[:, :-1].clone()  # the last one is never fed
+        self._tokens = sequences[:, :-1].clone()  # without the last token, which no forward has computed
         more = self._tokens.shape[1] - width
         self._mask, self._positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         if self._mask is not None:
@@ -45,16 +45,16 @@ class _Call:
             self._positions = torch.cat([self._positions, self._positions[:, -1:] + steps], dim=1)
 
     def after_fork_in_child(self) -> None:
-        """Another thread may have been computing: it starts over here."""
+        """Replace the lock, which another thread may have held, so that the child can compute."""
         self.computing = at_fork.renewed(self.computing)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def compute(self) -> DynamicCache:
-        """Stock's cache at the end of the call.
+        """Compute stock's cache at the end of the call.
 
         Raises:
-            RuntimeError: the model is gone, or computes something else by now.
+            RuntimeError: If the model was deleted, or would compute something else now.
         """
         model = self._model()
         if model is None:
@@ -67,7 +67,7 @@ class _Call:
             tokens, mask, positions = (None if t is None else t.to(model.device)
                                        for t in (self._tokens, self._mask, self._positions))
             assert tokens is not None
-            # The prompts as a whole, as in stock: what stands at their padding depends on it.
+            # The prompts in one forward as in stock, since the values at padding positions depend on it.
             ends = range(self._width, tokens.shape[1], max(1, TOKENS_AT_ONCE // len(tokens)))
             for start, end in itertools.pairwise([0, *ends, tokens.shape[1]]):
                 model(input_ids=tokens[:, start:end], attention_mask=None if mask is None else mask[:, :end],
@@ -77,17 +77,17 @@ class _Call:
 
 
 class LateCache(DynamicCache):
-    """A `DynamicCache` that fills itself at the first look at its layers, and is an ordinary one from then on.
+    """A `DynamicCache` that computes its layers at their first use and becomes an ordinary one.
 
-    Pickles and copies are ordinary ones. Holds no memory of the engine and does not keep the model alive.
+    Pickles and copies are ordinary caches. Holds no memory of the engine and does not keep the model alive.
 
     Args:
-        adapters: of the rows, as for `rows_under`.
+        adapters: Adapters of the rows, as in `rows_under`.
     """
 
     def __init__(self, engine: Engine, model: Any, sequences: torch.Tensor, width: int,
                  model_kwargs: dict[str, Any], adapters: list[str | None]) -> None:
-        # Not the base class': what it would set is what `__getattr__` waits for.
+        # Without the base class's `__init__`, whose attributes would keep `__getattr__` from being called.
         self._call = _Call(engine, model, sequences, width, model_kwargs, adapters)
 
     def __getattr__(self, name: str) -> Any:
@@ -102,9 +102,9 @@ class LateCache(DynamicCache):
 
 
 def _fill(cache: Any) -> None:
-    """Make an ordinary `DynamicCache` of a `LateCache`."""
+    """Turn a `LateCache` into an ordinary `DynamicCache`."""
     call = vars(cache).get("_call")
-    if call is None:  # another thread has
+    if call is None:  # another thread has filled it
         return
     with call.computing:
         if type(cache) is LateCache:

@@ -1,4 +1,4 @@
-"""Adapters loaded into a model by PEFT's own functions, whatever version of PEFT transformers' methods ask for."""
+"""Loading of adapters by PEFT's own functions, independent of the PEFT version that transformers requires."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from hf_paged.optional import require
 
 
 def load_adapter(model: Any, name: str, path: str) -> None:
-    """Give a model an adapter that PEFT saved, which is not active; those that are active stay so.
+    """Add an adapter saved by PEFT to a model, without activating it; active adapters stay active.
 
     As in a `PeftModel`, weights in half precision become float32.
 
     Args:
-        model: of transformers, in no `PeftModel`.
-        name: the adapter's.
-        path: a directory or hub id.
+        model: A transformers model, not in a `PeftModel`.
+        name: Name of the adapter.
+        path: A directory or hub id.
 
     Raises:
-        ImportError: PEFT is not installed.
-        ValueError: the name is taken, or holds a dot; the saved adapter does not fit the model.
-        OSError: there is no adapter at this path.
+        ImportError: If PEFT is not installed.
+        ValueError: If the name is taken or has a dot, or if the saved adapter does not fit the model.
+        OSError: If there is no adapter at this path.
     """
     require("peft", "loading an adapter")
     import peft
@@ -34,9 +34,9 @@ def load_adapter(model: Any, name: str, path: str) -> None:
     active = {id(layer): list(layer.active_adapters) for layer in _tuned(model)}
     config.inference_mode = True
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")  # of the adapters before this one
+        warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")  # caused by earlier adapters
         peft.inject_adapter_in_model(config, model, name)
-    model._hf_peft_config_loaded = True  # which transformers' own methods of adapters look at
+    model._hf_peft_config_loaded = True  # read by transformers' own adapter methods
     found: Any = peft.set_peft_model_state_dict(model, weights, adapter_name=name)
     if unknown := list(found.unexpected_keys):
         raise ValueError(f"adapter {name!r} of {path!r}: its tensor {unknown[0]!r} has no place in this "
@@ -47,10 +47,10 @@ def load_adapter(model: Any, name: str, path: str) -> None:
 
 
 def _saved(peft: Any, name: str, path: str) -> tuple[Any, dict[str, Any]]:
-    """The config and the tensors of a saved adapter, by their names in a model that no `PeftModel` wraps."""
+    """Return config and tensors of a saved adapter, with names for a model outside a `PeftModel`."""
     try:
         config = peft.PeftConfig.from_pretrained(path)
-    except ValueError as error:  # PEFT asks the hub for a directory that is missing, or has no adapter
+    except ValueError as error:  # PEFT looks on the hub if the directory is missing or has no adapter
         raise OSError(f"adapter {name!r}: there is no adapter at {path!r} ({error})") from error
     weights = peft.load_peft_weights(path, device="cpu")
     return config, {key.removeprefix("base_model.model."): tensor for key, tensor in weights.items()}

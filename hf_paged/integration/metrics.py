@@ -1,4 +1,4 @@
-"""The metrics of an enabled model."""
+"""Metrics of an enabled model."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 def metrics(model: torch.nn.Module, registry: CollectorRegistry | None = None) -> CollectorRegistry:
-    """A registry of prometheus_client with the metrics of an enabled model's engine (docs/metrics.md lists them).
+    """Return a prometheus_client registry with the metrics of an enabled model's engine (docs/metrics.md lists them).
 
         print(prometheus_client.generate_latest(hf_paged.metrics(model)).decode())
         prometheus_client.start_http_server(9090, registry=hf_paged.metrics(model))
 
-    Counters are since the engine was made; histograms and ends of requests since the first call of this function for
-    it, which nothing is paid for before. Where OpenTelemetry's SDK is installed, requests are also recorded as its
+    Counters start with the engine; histograms and counts of finished requests start with this function's first call for
+    the engine, before which they cost nothing. If OpenTelemetry's SDK is installed, requests are also recorded as its
     `gen_ai.server` metrics, by the meter provider of the process.
 
     Args:
-        model: an enabled model.
-        registry: to add the metrics to, as ``prometheus_client.REGISTRY``; engines are told apart by the labels
-            ``model_name`` and ``engine``. None: one of this engine's own, the same each time.
+        model: An enabled model.
+        registry: Registry to add the metrics to, such as ``prometheus_client.REGISTRY``; the labels ``model_name`` and
+            ``engine`` distinguish engines. None for this engine's own registry, the same in every call.
 
     Raises:
-        ValueError: the model is not enabled.
-        ImportError: prometheus_client is not installed (``pip install "hf-paged[metrics]"``).
+        ValueError: If the model is not enabled.
+        ImportError: If prometheus_client is not installed (``pip install "hf-paged[metrics]"``).
     """
     return metrics_of(get_engine(model), registry)

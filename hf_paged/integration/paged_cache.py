@@ -1,4 +1,4 @@
-"""The cache that stock's decoding loops carry while the engine computes their forwards."""
+"""Cache object for stock's decoding loops while the engine computes their forwards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hf_paged.integration.cache_name import CACHE_NAME
 
 
 class PagedCache(Cache):
-    """Stands for rows of a `LockstepBatch`; keys and values stay in the engine's pages until `to_dynamic`.
+    """Cache of a `LockstepBatch`'s rows; keys and values stay in the engine's pages until `to_dynamic`.
 
-    A call of an enabled model with one as its cache is `forward`. No other use of it as a cache works.
+    Calling an enabled model with this cache calls `forward`; it has no other use as a cache.
 
     Args:
-        batch: the rows.
-        width: tokens of the padded prompts.
-        num_layers: of the model.
+        batch: The rows.
+        width: Length of the padded prompts in tokens.
+        num_layers: Layers of the model.
     """
 
     def __init__(self, batch: LockstepBatch, width: int, num_layers: int) -> None:
@@ -31,9 +31,10 @@ class PagedCache(Cache):
         self._length = 0
 
     def forward(self, input_ids: torch.Tensor, logits_to_keep: int = 0) -> CausalLMOutputWithPast:
-        """Logits [rows, kept, vocab_size] of the last `logits_to_keep` of ``input_ids`` [rows, new tokens]; 0: of all.
+        """Return logits [rows, kept, vocab_size] of the last `logits_to_keep` of ``input_ids`` [rows, new]; 0 keeps
+        all.
 
-        The first call brings the padded prompts, and maybe tokens after them.
+        The first call has the padded prompts, and possibly tokens after them.
         """
         if self._length == 0:
             logits = self._batch.prompts()[:, None]
@@ -47,7 +48,7 @@ class PagedCache(Cache):
         return CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:], **{CACHE_NAME: self})  # type: ignore[arg-type]
 
     def to_dynamic(self, config: PreTrainedConfig) -> DynamicCache:
-        """What stock would have in its cache; zeros under the left padding, which every mask hides."""
+        """Return the content of stock's cache, with zeros under the left padding, which every mask hides."""
         cache = DynamicCache(config=config.get_text_config(decoder=True))
         for layer, (keys, values) in enumerate(self._batch.keys_and_values(self._length)):
             cache.update(keys, values, layer)
@@ -60,8 +61,8 @@ class PagedCache(Cache):
         self._batch.reorder(beam_idx.tolist())
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """As stock's: a negative number, or 0."""
-        tokens_to_remove = int(tokens_to_remove)  # 5.17 counts on the device
+        """Remove the last tokens, like stock's `crop`: takes a negative number, or 0."""
+        tokens_to_remove = int(tokens_to_remove)  # a tensor on the device in transformers 5.17
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove}: expected a negative number or 0")
         if tokens_to_remove:
@@ -69,7 +70,7 @@ class PagedCache(Cache):
             self._length += tokens_to_remove
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: pages keep every position."""
+        """Do nothing: pages keep every position."""
 
     @property
     def is_compileable(self) -> bool:

@@ -1,4 +1,4 @@
-"""Loading for `PagedGenerator.from_pretrained`: which argument goes where, and a whole model on one device."""
+"""Loading for `PagedGenerator.from_pretrained`: routes the arguments and loads a whole model onto one device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _names(function: Any) -> set[str]:
     return {name for name in inspect.signature(function).parameters if not name.startswith("_")} - {*_NO_PLACE}
 
 
-# Arguments that say where files are found: of any file, of the tokenizer's, and of code beside them.
+# Arguments that locate files: any file, the tokenizer's, and code next to them.
 OF_FILES = frozenset(_names(cached_files))
 OF_TOKENIZERS = OF_FILES | _names(PreTrainedTokenizerBase.from_pretrained) | _names(get_class_from_dynamic_module)
 _OF_FIELDS = frozenset(field.name for field in dataclasses.fields(PagedConfig))
@@ -48,10 +48,10 @@ class Loading:
     """How a model is loaded.
 
     Attributes:
-        dtype: of the weights, or "auto".
-        device: the one that gets all of them.
-        is_mapped: was a `device_map` given?
-        arguments: others of transformers' `from_pretrained`, trust_remote_code among them.
+        dtype: Dtype of the weights, or "auto".
+        device: Device for all weights.
+        is_mapped: True if a `device_map` was given.
+        arguments: Other arguments of transformers' `from_pretrained`, with trust_remote_code.
     """
 
     dtype: str | torch.dtype
@@ -61,19 +61,19 @@ class Loading:
 
     @property
     def of_tokenizer(self) -> dict[str, Any]:
-        """Those that the tokenizer's `from_pretrained` takes as well."""
+        """Return the arguments that the tokenizer's `from_pretrained` also takes."""
         return {name: value for name, value in self.arguments.items() if name in OF_TOKENIZERS}
 
     @property
     def of_files(self) -> dict[str, Any]:
-        """Those that say where any file is."""
+        """Return the arguments that locate any file."""
         return {name: value for name, value in self.arguments.items() if name in OF_FILES}
 
     def of_ranks(self, size: int) -> dict[str, Any]:
-        """What several ranks need of `arguments`.
+        """Return the part of `arguments` that several ranks need.
 
         Raises:
-            ValueError: one that they cannot carry out.
+            ValueError: If several ranks do not support an argument.
         """
         neutral: dict[str, tuple] = {"trust_remote_code": (False,), "use_safetensors": (True,), "weights_only": (True,)}
         for name, value in self.arguments.items():
@@ -87,16 +87,16 @@ class Loading:
 
 def split_arguments(arguments: dict[str, Any], dtype: str | torch.dtype, device: Any, device_map: Any,
                     trust_remote_code: bool) -> tuple[Loading, dict[str, Any]]:
-    """How to load the model, and the fields of a `PagedConfig` among `arguments`.
+    """Return how to load the model, and the fields of a `PagedConfig` among `arguments`.
 
     Raises:
-        ValueError: `device` beside `device_map`, or a map over several devices.
-        TypeError: an argument that changes what transformers returns, or that has another name here than in vLLM.
+        ValueError: If `device` and `device_map` are both given, or a map has several devices.
+        TypeError: If an argument changes what transformers returns, or is a vLLM name for which hf_paged has another.
     """
     overrides = {name: value for name, value in arguments.items() if name in _OF_FIELDS}
     others = {name: value for name, value in arguments.items() if name not in _OF_FIELDS}
     if unknown := {name: value for name, value in others.items() if name in LOADING or name in SAMPLING}:
-        raise TypeError(unknown_argument(unknown))  # before anything is downloaded
+        raise TypeError(unknown_argument(unknown))  # before any download
     if others.pop("output_loading_info", False):
         raise TypeError("output_loading_info=True: expected it left out; a PagedGenerator comes back alone")
     older = others.pop("torch_dtype", None)
@@ -110,11 +110,11 @@ def split_arguments(arguments: dict[str, Any], dtype: str | torch.dtype, device:
 
 
 def one_device(device_map: Any) -> torch.device:
-    """The device of a map that names one.
+    """Return the device of a map with a single device.
 
     Raises:
-        ValueError: several, or the disk; the message says what to do.
-        TypeError: it is no map.
+        ValueError: If it has several devices or the disk; the message has the remedy.
+        TypeError: If it is not a device map.
     """
     if isinstance(device_map, str) and device_map in _ANYWHERE:
         if (count := torch.cuda.device_count()) > 1:
@@ -131,10 +131,10 @@ def one_device(device_map: Any) -> torch.device:
 
 
 def load_whole(path_or_id: str | os.PathLike, loading: Loading) -> Any:
-    """The model on its one device, in eval mode."""
+    """Load the model onto its device, in eval mode."""
     begin_early(loading.device)
     arguments = dict(loading.arguments)
-    if loading.is_mapped or arguments.get("quantization_config") is not None:  # quantizers move no model afterwards
+    if loading.is_mapped or arguments.get("quantization_config") is not None:  # a quantized model cannot be moved later
         arguments["device_map"] = {"": loading.device}
     files = loading.of_files
     with _naming_unknown_arguments(arguments), naming_the_place("path_or_id", path_or_id), naming_broken_files(
@@ -146,13 +146,13 @@ def load_whole(path_or_id: str | os.PathLike, loading: Loading) -> Any:
 
 def unknown_argument(given: dict[str, Any], expected: str = "expected a field of PagedConfig, or an argument of "
                                                            "transformers' from_pretrained") -> str:
-    """The message about arguments of `PagedGenerator.from_pretrained` that are none; `expected` as `unknown_names`."""
+    """Return the error message for unknown arguments of `from_pretrained`; `expected` as in `unknown_names`."""
     return unknown_names(given, _ACCEPTED, LOADING, {"generate": vars(GenerationConfig())}, expected)
 
 
 @contextmanager
 def _naming_unknown_arguments(arguments: dict[str, Any]) -> Iterator[None]:
-    """Raise TypeErrors about arguments that the model's class does not take as errors about those of the call."""
+    """Turn a TypeError about an argument that the model's class rejects into one about the call's argument."""
     try:
         yield
     except TypeError as error:
@@ -163,14 +163,14 @@ def _naming_unknown_arguments(arguments: dict[str, Any]) -> Iterator[None]:
 
 
 def tokenizer_of(path_or_id: str | os.PathLike, loading: Loading) -> Any:
-    """The one beside the model; None where there is none, for which AutoTokenizer would make an empty one."""
+    """Load the model's tokenizer; returns None without tokenizer files, where AutoTokenizer would make an empty one."""
     if not _has_tokenizer(path_or_id, loading.of_files):
         return None
     return AutoTokenizer.from_pretrained(path_or_id, padding_side="left", **loading.of_tokenizer)
 
 
 def check_checkpoint(path_or_id: str | os.PathLike, loading: Loading) -> None:
-    """Raise an OSError where there is no folder of this name, or no config of a model in it."""
+    """Raise an OSError if there is no folder with this name, or no model config in it."""
     elsewhere = any(loading.arguments.get(name) for name in ("subfolder", "gguf_file"))
     check_place("path_or_id", path_or_id, () if elsewhere else _CONFIGS)
 

@@ -1,4 +1,4 @@
-"""What a model would do on the paged engine, from its config alone: paths of calls, attention, memory."""
+"""Preview of a model on the paged engine from its config alone: paths of calls, attention, memory."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the device, in bytes unless it says otherwise; None where nothing limits it.
+    """Memory of the device, in bytes unless stated otherwise; None if it is not limited.
 
     Attributes:
-        total, free: of the device now.
-        weights: of the model once it is loaded.
-        steps: estimate of what steps and their graphs work in.
-        kv_cache: of the pool.
-        num_blocks, block_size: blocks of the pool, and tokens that one holds.
-        token: of one token's keys and values.
-        max_model_len: tokens of the longest sequence.
-        num_longest: sequences of that length that fit at once.
-        fits: are there two blocks at least?
+        total, free: Memory of the device now.
+        weights: Size of the loaded model.
+        steps: Estimated working memory of steps and their graphs.
+        kv_cache: Size of the pool.
+        num_blocks, block_size: Number of blocks of the pool, and tokens per block.
+        token: Size of one token's keys and values.
+        max_model_len: Length of the longest sequence in tokens.
+        num_longest: Number of sequences of that length that fit at once.
+        fits: True if there are at least two blocks.
     """
 
     total: int | None
@@ -57,17 +57,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a model would do here.
+    """Preview of a model on this machine.
 
     Attributes:
-        model_class: name of the class that transformers makes of the config.
-        num_parameters: counted once where parameters are tied.
-        dtype, device: of the weights.
-        is_loaded: were the weights read?
+        model_class: Name of the class that transformers makes from the config.
+        num_parameters: Number of parameters; tied ones count once.
+        dtype, device: Dtype and device of the weights.
+        is_loaded: True if the weights were read.
         layers: "fused" (hf_paged's kernels), "generic" (transformers' modules around paged attention) or "stock".
-        attention: name of the backend that ``attention_backend`` stands for on the device; None for a stock model.
-        other_attention: why FlashAttention does not run the prompts, package by package; None where it does.
-        calls: by name, what `hf_paged.explain` says of it.
+        attention: Name of the backend that ``attention_backend`` selects on the device; None for a stock model.
+        other_attention: Why FlashAttention does not run the prompts, for each package; None if it does.
+        calls: Results of `hf_paged.explain` by name.
         memory: None for a stock model.
     """
 
@@ -83,7 +83,7 @@ class Preview:
     memory: Memory | None = None
 
     def __str__(self) -> str:
-        """Lines for a terminal."""
+        """Format the preview for a terminal."""
         loaded = "weights loaded" if self.is_loaded else "weights not read"
         how = {"fused": "fused: hf_paged's kernels", "generic": "generic: transformers' modules around paged attention",
                "stock": "stock: transformers alone"}
@@ -109,19 +109,19 @@ class Preview:
 
 def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "auto", device: str | None = None,
             load: bool = False, trust_remote_code: bool = False, overrides: dict[str, Any] | None = None) -> Preview:
-    """Look at a checkpoint, or at a folder with nothing but its config.
+    """Preview a checkpoint, or a folder with only its config.
 
     Args:
-        path_or_id: as for transformers' `from_pretrained`.
-        calls: by name, arguments of `model.generate`.
-        dtype: of the weights; "auto": the config's.
-        device: None: the current CUDA device, else the CPU. The model is built on the CPU in any case.
-        load: read the weights; so is what is quantized.
-        overrides: fields of `PagedConfig`.
+        path_or_id: As for transformers' `from_pretrained`.
+        calls: Arguments of `model.generate` calls, by name.
+        dtype: Dtype of the weights; "auto" for the config's.
+        device: None for the current CUDA device, else the CPU. The model is always built on the CPU.
+        load: Whether to read the weights; quantized weights are always read.
+        overrides: Fields of `PagedConfig`.
 
     Raises:
-        OSError: transformers finds no config, or no weights where they are wanted.
-        ValueError, TypeError: an argument that is not accepted, named.
+        OSError: If transformers finds no config, or no weights to load.
+        ValueError, TypeError: If an argument is invalid; the error names it.
     """
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"dtype={dtype!r}: expected 'auto' or a dtype of torch, as bfloat16")
@@ -150,10 +150,10 @@ def _build(path_or_id: str, dtype: str, load: bool, trust_remote_code: bool) -> 
         model = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype, trust_remote_code=trust_remote_code)
         return model.eval()
     chosen = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else getattr(torch, dtype)
-    with no_init_weights():  # memory that nobody touches is never there
+    with no_init_weights():  # so that the weights' pages are never touched and take no memory
         model = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
-    model.tie_weights()  # as a checkpoint's would be; what is not initialised is not tied either
-    with suppress(OSError):  # without a file of it transformers makes one of the config as well
+    model.tie_weights()  # as for a checkpoint; without initialisation transformers does not tie them
+    with suppress(OSError):  # without this file transformers, too, derives one from the config
         model.generation_config = GenerationConfig.from_pretrained(path_or_id)
     return model.eval()
 

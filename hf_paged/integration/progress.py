@@ -1,4 +1,4 @@
-"""Progress of one call of `PagedGenerator.generate`: a bar over the tokens that the call makes."""
+"""Progress bar over the tokens of one `PagedGenerator.generate` call."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from hf_paged.engine.session import Request, Session
 from hf_paged.integration.activity import Activity, activity
 from hf_paged.outputs import EngineStats, StepOutput
 
-SHOWN_AFTER_S = 1.0  # where the caller did not say whether to show the bar
-_INTERVAL_S = 0.5  # between two looks at the requests, and between two redraws
-_MOST_OF_TIME = 0.02  # that looking at the requests may take
+SHOWN_AFTER_S = 1.0  # delay of the bar if the caller leaves it open whether to show one
+_INTERVAL_S = 0.5  # between two reads of the requests, and between two redraws
+_MOST_OF_TIME = 0.02  # maximum share of time for reading the requests
 _PARTING_S = 2.0
 _FORM = "{desc}: {percentage:3.0f}%|{bar}| "  # the total is 1, since a notebook's bar keeps its first one
 
 
 class TokenCount:
-    """Counts the new tokens of a call's requests, and the most that there can be as things stand.
+    """Counts the new tokens of a call's requests, and their current maximum.
 
-    An unfinished request counts with its limit, whether it has begun or not; a finished one with what it made.
+    An unfinished request counts with its limit, also before it starts; a finished one with its new tokens.
 
     Attributes:
-        made: new tokens so far, as of the last `look`.
-        most: `made` once all unfinished requests have reached their limits.
-        num_ended: completions that are there.
+        made: New tokens at the last `look`.
+        most: `made` if all unfinished requests reached their limits.
+        num_ended: Number of completions.
     """
 
     def __init__(self, requests: dict[str, Request]) -> None:
@@ -43,7 +43,7 @@ class TokenCount:
         self.most = sum(map(_limit, self._open.values()))
 
     def end(self, output: StepOutput) -> None:
-        """Count the last output of a request, or of a prompt that never became one."""
+        """Count the last output of a request, or of a prompt that could not become a request."""
         request = self._open.pop(output.request_id, None)
         made = len(output.new_token_ids)
         self.num_ended += 1
@@ -51,26 +51,26 @@ class TokenCount:
         self.most += made - (0 if request is None else _limit(request))
 
     def look(self, requests: dict[str, Request]) -> None:
-        """Count anew; ``requests``: the session's unfinished ones, in which an object may have been replaced."""
+        """Count again; ``requests``: the session's unfinished requests, which may be new objects."""
         self._open.update((name, requests[name]) for name in self._open.keys() & requests.keys())
         running = sum(one.sequence.num_output_tokens - one.num_emitted for one in self._open.values())
         self.made = self._made_by_ended + running
 
 
 def _limit(request: Request) -> int:
-    """New tokens of a request at most: by its settings, or by what `max_model_len` leaves."""
+    """Return a request's maximum of new tokens, by its settings or by what `max_model_len` leaves."""
     lengths = request.parameters
     return max(lengths.max_length - lengths.prompt_length - request.num_emitted, 0)
 
 
 class Rate:
-    """Tokens a second since the first ones were seen: preparing and compiling, before them, say nothing of the rest."""
+    """Tokens per second since the first tokens, so that preparation and compilation do not distort the estimate."""
 
     def __init__(self) -> None:
         self._first: tuple[float, int] | None = None
 
     def at(self, now: float, made: int) -> float | None:
-        """The rate at this time; None while it is not known."""
+        """Return the rate at this time, or None if it is unknown."""
         if self._first is None:
             self._first = (now, made) if made else None
             return None
@@ -79,7 +79,7 @@ class Rate:
 
 
 class _State(NamedTuple):
-    """What the bar shows of a moment at which the requests were looked at."""
+    """Content of the bar, from the last read of the requests."""
 
     at: float
     made: int
@@ -89,7 +89,7 @@ class _State(NamedTuple):
     engine: Activity
 
     def text(self, num_requests: int, since: float, now: float) -> str:
-        """What stands behind the bar while requests run."""
+        """Return the text after the bar while requests run."""
         left = "?"
         if self.rate:
             left = _clock(max((self.most - self.made) / self.rate - (now - self.at), 0.0))
@@ -100,7 +100,7 @@ class _State(NamedTuple):
 
 
 class _Screen:
-    """Standard error, as long as there is one. A write that raises would leave tqdm's lock held for ever."""
+    """Standard error that ignores errors: a write that raised would leave tqdm's lock held for ever."""
 
     def __init__(self) -> None:
         self._file = sys.stderr
@@ -121,12 +121,12 @@ class _Screen:
 class Progress:
     """A bar over the new tokens of one call, shown before the call's work begins.
 
-    A thread redraws it, so that the bar comes and its clock goes on whatever the caller's thread is busy with: reading
-    prompts and settings, preparing weights, compiling kernels.
+    A thread redraws the bar, so that its clock keeps running while the caller's thread reads prompts, prepares weights
+    or compiles kernels.
 
     Args:
-        engine: runs the requests.
-        show: None: after `SHOWN_AFTER_S`.
+        engine: The engine of the requests.
+        show: Whether to show the bar; None shows it after `SHOWN_AFTER_S`.
     """
 
     def __init__(self, engine: Engine, show: bool | None) -> None:
@@ -139,7 +139,7 @@ class Progress:
         self._rate = Rate()
         self._state: _State | None = None
         self._bar: Any = None
-        self._is_running = threading.Lock()  # held until the call is over; no event, whose lock a fork could catch held
+        self._is_running = threading.Lock()  # held during the call; a fork could copy an Event's inner lock held
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
@@ -150,12 +150,12 @@ class Progress:
                 self._draw()
         self._is_running.acquire()
         wait = _INTERVAL_S if self._show else SHOWN_AFTER_S
-        # The context tells a notebook to which cell the bar belongs.
+        # The context associates the bar with the notebook cell.
         self._thread = threading.Thread(target=copy_context().run, name="hf_paged-progress", daemon=True,
                                         args=(_redraw, weakref.ref(self), self._is_running, wait))
         try:
             self._thread.start()
-        except RuntimeError:  # no thread can be started: the call goes on without a bar
+        except RuntimeError:  # no thread can be started: continue without a bar
             self._thread = None
             self._close()
         return self
@@ -165,7 +165,7 @@ class Progress:
             return
         self._is_running.release()
         if self._bar is None and time.monotonic() < self._began + SHOWN_AFTER_S:
-            return  # the thread has not come to draw, and will not: a short call does not wait for its end
+            return  # the thread has drawn nothing and will not; a short call does not wait for it
         self._thread.join(_PARTING_S)
         self._close()
 
@@ -173,23 +173,23 @@ class Progress:
         if self._bar is None:
             return
         with suppress(Exception):  # as in `_redraw`
-            if self._count is None:  # nothing stays of a call that did not begin; a notebook hides full bars alone
+            if self._count is None:  # removes the bar of a call that did not begin; a notebook hides full bars only
                 self._bar.leave, self._bar.n = False, self._bar.total
             else:
                 self._look()
                 self._set(self._totals())
-            self._bar.close()  # which draws the bar for the last time
+            self._bar.close()  # draws the bar for the last time
 
     def begin(self, session: Session, num_requests: int) -> None:
-        """Follow a session, to which all requests will be added before the first `step`.
+        """Follow a session, to which all requests are added before the first `step`.
 
         Args:
-            num_requests: of the call, those that cannot run among them.
+            num_requests: Number of the call's requests, including any that cannot run.
         """
         self._requests, self._num_requests = session.open, num_requests
 
     def step(self, outputs: Iterable[StepOutput]) -> None:
-        """Take in the last outputs that a step brought, or that came before the first one."""
+        """Count the last outputs of requests that finished in a step, or before the first one."""
         if self._thread is None:
             return
         if self._count is None:
@@ -227,7 +227,7 @@ class Progress:
             self._bar.n = state.made / state.most if state.most else 1.0
 
     def _totals(self) -> str:
-        """What stands behind the bar when the call is over."""
+        """Return the text after the bar at the end of the call."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         ended, made = (0, 0) if self._state is None else (self._state.num_ended, self._state.made)
         some = "" if ended == self._num_requests else f"{ended:,} of "
@@ -236,17 +236,17 @@ class Progress:
 
 
 def _redraw(progress: weakref.ref[Progress], is_running: threading.Lock, wait: float) -> None:
-    """The thread: draw until the call is over, or an interrupt took it before it could say so."""
+    """Redraw the bar (in its thread) until the call ends, or until an interrupt has deleted the `Progress`."""
     while not is_running.acquire(timeout=wait):
         found = progress()
         if found is None:
             return
-        with suppress(Exception):  # no terminal any more: the call goes on without a bar
+        with suppress(Exception):  # the terminal may be closed: continue without a bar
             found._draw()
         del found
         wait = _INTERVAL_S
 
 
 def _clock(seconds: float) -> str:
-    """As "02:05" or "1:02:05"."""
+    """Format seconds like "02:05" or "1:02:05"."""
     return tqdm.format_interval(seconds)

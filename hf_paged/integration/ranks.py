@@ -1,7 +1,8 @@
-"""Calls of a model that FSDP2 spread over ranks: which path they take is one decision of all ranks.
+"""Calls of a model that FSDP2 shards over ranks: all ranks choose the path of a call together.
 
-In a native call a rank computes alone, with weights that were gathered at its begin. In stock every forward is a
-collective. So the ranks meet when a call begins (`parallel.rendezvous`), and all run natively, or all run in stock.
+In a native call a rank computes alone, with weights gathered at the call's begin. In stock every forward is a
+collective. So the ranks exchange their decisions when a call begins (`parallel.rendezvous`), and run all natively or
+all in stock.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ OTHERS_IN_STOCK = Reason("this call runs in stock on another rank of the sharded
 
 
 def run_natively(engine: Engine, run: Callable[[], T | Reason], *, in_all_threads: bool = False) -> T | Reason:
-    """`run()` after all ranks agreed to run natively, over gathered weights; `OTHERS_IN_STOCK` where they did not.
+    """Call `run()` over gathered weights if all ranks agree to run natively, else return `OTHERS_IN_STOCK`.
 
-    `in_all_threads`: `run` has others do what it does.
+    `in_all_threads`: the work of `run` is done in other threads too.
 
     Raises:
-        RankAloneError: not all ranks call.
-        FallbackError: `run` came to a reason, when the others ran natively already.
+        RankAloneError: If not all ranks call.
+        FallbackError: If `run` returns a reason, when the other ranks already run natively.
     """
     replica = engine.replica
     assert replica is not None
@@ -43,11 +44,11 @@ def run_natively(engine: Engine, run: Callable[[], T | Reason], *, in_all_thread
 
 
 def go_to_stock(engine: Engine, reason: Reason) -> None:
-    """Before a call runs in stock: the other ranks have to do the same.
+    """Make the other ranks run this call in stock too, before it does.
 
     Raises:
-        RankAloneError: not all ranks call.
-        FallbackError: inside of `gathered`, where ranks do not meet.
+        RankAloneError: If not all ranks call.
+        FallbackError: Inside `gathered`, where ranks do not meet.
     """
     replica = engine.replica
     if replica is None or reason is OTHERS_IN_STOCK or not replica.is_readable:
@@ -60,18 +61,18 @@ def go_to_stock(engine: Engine, reason: Reason) -> None:
 
 @contextmanager
 def refusing(engine: Engine) -> Iterator[None]:
-    """What is raised in here before the ranks have met is told to the other ranks, which would wait for this one.
+    """Report an exception raised before the ranks have met to the other ranks, which would wait for this one.
 
-    All that an entry does with its arguments before it meets the other ranks has to lie in here.
+    An entry point must process its arguments in this context, up to the meeting of the ranks.
     """
-    if paths.asked() is engine:  # the other ranks know nothing of a question
+    if paths.asked() is engine:  # `explain` runs on this rank only
         yield
         return
     before = num_meetings(engine.model)
     try:
         yield
     except BaseException as error:
-        with suppress(Exception):  # the call's own error counts
+        with suppress(Exception):  # the call's own error is the one to raise
             if engine.finds_shards() and num_meetings(engine.model) == before:
                 _refuse(engine.replica, error)
         raise
@@ -83,10 +84,10 @@ def _refuse(replica: Replica | None, error: BaseException) -> None:
 
 
 def forward_of(model: Any) -> Callable[..., Any]:
-    """What computes a forward of a model in a call of its `generate`: in a native call over gathered weights, these.
+    """Return the callable for a model's forward within `generate`: over gathered weights in a native call.
 
-    Processors call the model, as that of `guidance_scale` does; its own forward would wait for the other ranks, each of
-    which takes another number of steps.
+    Processors call the model, such as that of `guidance_scale`; the model's own forward would wait for the other ranks,
+    each of which takes another number of steps.
     """
     engine = engine_of(model)
     replica = None if engine is None else engine.replica
@@ -94,7 +95,7 @@ def forward_of(model: Any) -> Callable[..., Any]:
 
 
 def come(engine: Engine, replica: Replica) -> bool:
-    """`Replica.come`; inside of `gathered`, where ranks do not meet, only a look at this rank's weights."""
+    """Call `Replica.come`; inside `gathered`, where ranks do not meet, only check this rank's weights."""
     if not replica.is_pinned:
         return replica.come(engine.config.gather_timeout, engine.writing_weights, strict=engine.config.strict)
     engine.check_gathered()

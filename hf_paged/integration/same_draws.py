@@ -12,7 +12,7 @@ from hf_paged.engine.engine import Engine
 
 @contextmanager
 def same_draws(engine: Engine) -> Iterator[None]:
-    """Ranks that run the same script draw in here what rank 0 draws: other tokens would make other sums."""
+    """Give all ranks rank 0's random numbers within the context: different tokens would corrupt their sums."""
     group, device = engine.group, engine.model.device
     if not group.is_parallel:
         yield

@@ -1,7 +1,7 @@
-"""Calls whose tokens only stock's own decoding loop can pick: that loop, unchanged, over the engine's forwards.
+"""Calls in lockstep: stock's own decoding loop, unchanged, over the engine's forwards.
 
-Logits processors, stopping criteria, scores, streamers and beams are then stock's by construction. They see what
-stock shows: all rows in step, finished ones fed with padding, fp32 scores, torch's own draws.
+Logits processors, stopping criteria, scores, streamers and beams thus behave as in stock: all rows take steps
+together, finished rows get padding, scores are fp32, and torch samples.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SET_PAD = "Set `pad_token_id` to a token of the model."
 
 
 class LockstepCall(NamedTuple):
-    """A call as its rows run: their prompts, how many tokens each may get, to which dtype autocast casts, adapters."""
+    """A lockstep call: prompts, maximum of new tokens, dtype of autocast or None, adapters by row."""
 
     prompts: list[list[int]]
     max_new_tokens: int
@@ -48,9 +48,9 @@ class LockstepCall(NamedTuple):
 def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, input_ids: torch.Tensor,
                      stopping_criteria: Any, config: GenerationConfig, synced_gpus: bool,
                      model_kwargs: dict[str, Any]) -> Any:
-    """`method(model, **model_kwargs)`, one of stock's decoding loops, over paged forwards or, announced, as it is.
+    """Run `method(model, **model_kwargs)`, a decoding loop of stock, over paged forwards, or in stock with a warning.
 
-    `why` the engine does not pick the tokens itself.
+    `why`: the reason why the engine does not pick the tokens itself.
     """
 
     def num_tokens(result: Any) -> int:
@@ -61,7 +61,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
 
     try:
         call = recognise(engine, input_ids, stopping_criteria, config, synced_gpus, model_kwargs)
-    except Exception as error:  # what cannot be read, stock may carry out, or it raises what it raises
+    except Exception as error:  # stock may accept the argument, or raises its own error
         call = unreadable(error)
     if paths.asked() is engine:
         refusal = call if isinstance(call, Reason) else engine.lockstep_reason(call.prompts, call.max_new_tokens,
@@ -94,7 +94,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
 
 def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, input_ids: torch.Tensor,
          config: GenerationConfig, model_kwargs: dict[str, Any], rounds_cache: bool) -> Any:
-    """`rounds_cache`: the pages hold what attention sees under autocast, and stock's cache what it rounds anew."""
+    """Run a lockstep call. `rounds_cache`: under autocast pages hold rounded KV, so stock's cache is recomputed."""
     check_token_ids(input_ids, engine.vocab_size)
     cache = PagedCache(batch, input_ids.shape[1], model.config.get_text_config(decoder=True).num_hidden_layers)
     with _seeded(engine, input_ids.device, model.device):
@@ -113,7 +113,7 @@ def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, inp
 
 def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, config: GenerationConfig,
               synced_gpus: bool, model_kwargs: dict[str, Any]) -> LockstepCall | Reason:
-    """What the engine needs to know of the call, or the reason why stock's forwards have to do."""
+    """Return the call in the engine's terms, or the reason why it needs stock's forwards."""
     if (reason := next(stock_only_options(config), None)) is not None:
         return reason
     if config.prompt_lookup_num_tokens and config.use_cache is False:
@@ -125,12 +125,12 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
     adapters = engine.adapters_of_rows(len(prompts))
     if isinstance(adapters, Reason):
         return adapters
-    # A subclass may never stop.
+    # Not subclasses, which may never stop.
     bounds = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
     lengths = [length for length in bounds if isinstance(length, int)]
     if not lengths:
         return NO_LENGTH
-    # Drafts may reach beyond the end before they are cut. Several rows have none.
+    # Drafts may exceed the length before stock cuts them. With several rows stock makes no drafts.
     drafts = (config.prompt_lookup_num_tokens or 0) if len(input_ids) == 1 else 0
     if not isinstance(drafts, int):
         return Reason("prompt_lookup_num_tokens={} is no integer", repr(drafts), remedy="Give a number of tokens.")
@@ -151,11 +151,11 @@ def recognise(engine: Engine, input_ids: torch.Tensor, stopping_criteria: Any, c
 
 
 def paged_forwards(stock: Any) -> dict[str, Callable]:
-    """The method of a view by which stock's loops compute."""
+    """Return the `__call__` of a view, by which stock's loops compute."""
 
     @wraps(stock.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A paged forward, but for calls without a cache of the engine's."""
+        """Run a paged forward if the cache is a `PagedCache`, else the model's own."""
         cache = kwargs.get(CACHE_NAME)
         if isinstance(cache, PagedCache):
             return cache.forward(kwargs["input_ids"], kwargs.get("logits_to_keep", 0))
@@ -165,7 +165,7 @@ def paged_forwards(stock: Any) -> dict[str, Callable]:
 
 
 def beam_search_method(stock: Any) -> Callable:
-    """`_beam_search` of a view of a `stock` model: stock's over paged forwards."""
+    """Return `_beam_search` for views of `stock` models: stock's loop over paged forwards."""
 
     @wraps(stock._beam_search)  # generate reads the signature
     def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ def beam_search_method(stock: Any) -> Callable:
 def beam_search(engine: Engine | None, stock: Callable, model: Any, input_ids: torch.Tensor, logits_processor: Any,
                 stopping_criteria: Any, generation_config: GenerationConfig, synced_gpus: bool = False,
                 **model_kwargs: Any) -> Any:
-    """`GenerationMixin._beam_search` over paged forwards."""
+    """Run `GenerationMixin._beam_search` over paged forwards."""
     tell_eos(logits_processor, stopping_criteria)
 
     def method(receiver: Any, *, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
@@ -204,14 +204,14 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
                       synced_gpus: bool = False, streamer: Any = None, inputs_tensor: Any = None,
                       assistant_model: Any = None, assistant_tokenizer: Any = None, tokenizer: Any = None,
                       why: Reason | None = None, **model_kwargs: Any) -> Any:
-    """`GenerationMixin._assisted_decoding`: prompt lookup over paged forwards, drafts by a model in stock.
+    """Run `GenerationMixin._assisted_decoding`: prompt lookup over paged forwards, a draft model in stock.
 
-    `why` the engine does not guess by itself, where that was found out.
+    `why`: the reason why the engine does not make the drafts, if known.
     """
     tell_eos(logits_processor, stopping_criteria)
 
     def method(receiver: Any, *, synced_gpus: bool = synced_gpus, **kwargs: Any) -> Any:
-        if len(input_ids) > 1 and isinstance(kwargs.get(CACHE_NAME), PagedCache):  # stock drafts for one row
+        if len(input_ids) > 1 and isinstance(kwargs.get(CACHE_NAME), PagedCache):  # stock drafts for a single row only
             ids: Any = input_ids
             return GenerationMixin._sample(
                 receiver, ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
@@ -240,7 +240,7 @@ def assisted_decoding(engine: Engine | None, stock: Callable, model: Any, input_
 
 
 def is_lookup(stock: Any, config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
-    """Does a call of `_assisted_decoding` look its prompt up, with a cache and sizes that stock takes?"""
+    """Return whether a call of `_assisted_decoding` is prompt lookup with a cache and valid sizes."""
     sizes = config.prompt_lookup_num_tokens, config.max_matching_ngram_size or 2
     return (
         kwargs.get("assistant_model") is None and config.assistant_early_exit is None and config.use_cache is not False
@@ -250,14 +250,14 @@ def is_lookup(stock: Any, config: GenerationConfig, kwargs: dict[str, Any]) -> b
 
 
 def _beyond_sampling(config: GenerationConfig, method: str) -> Reason:
-    """Why the engine does not pick the tokens of a call that came to one of stock's other decoding methods."""
+    """Return why the engine does not pick the tokens of a call to one of stock's other decoding methods."""
     found = next(options_beyond_tokens(config), None)
     return found or Reason(f"{method} is not carried out by the paged engine", remedy=LEAVE_OUT)
 
 
 @contextmanager
 def _seeded(engine: Engine, *devices: torch.device) -> Iterator[None]:
-    """Where the call or the config has a seed, torch's generators start from it, and are put back afterwards."""
+    """Seed torch's generators if the call or the config has a seed, and restore their states afterwards."""
     seed = seed_of_call()
     if seed is None:
         seed = engine.config.seed
@@ -266,7 +266,7 @@ def _seeded(engine: Engine, *devices: torch.device) -> Iterator[None]:
         return
     gpus = list({device.index for device in devices if device.type == "cuda"})
     with torch.random.fork_rng(gpus):
-        # Not torch.manual_seed, which reaches into every GPU's generator.
+        # Not torch.manual_seed, which would reseed the generators of all GPUs.
         torch.default_generator.manual_seed(seed)
         for gpu in gpus:
             torch.cuda.default_generators[gpu].manual_seed(seed)

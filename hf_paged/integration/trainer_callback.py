@@ -1,4 +1,4 @@
-"""A callback of transformers' Trainer, and so of TRL's, that logs what the engine of the model did between two logs."""
+"""Callback for the Trainer of transformers and TRL that adds the engine's rates to each log."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PREFIX = "hf_paged/"
 class PagedStatsCallback(TrainerCallback):
     """Adds figures of the model's engine to every log of a trainer: ``trainer.add_callback(PagedStatsCallback())``.
 
-    Each log gets tokens a second (``hf_paged/generated_per_second``, ``prefill_per_second``), the share of prompt
+    Each log gets tokens per second (``hf_paged/generated_per_second``, ``prefill_per_second``), the share of prompt
     tokens found in the prefix cache (``hit_rate``), the share of KV blocks in use (``kv_used``), requests
     (``num_running``, ``num_waiting``), preemptions, and the calls of `generate` by path (``calls_native``,
-    ``calls_lockstep``, ``calls_stock``), all since the log before. They stand in `trainer.state.log_history` and in
-    what callbacks behind this one are given; a run of Weights & Biases gets them as well. While the model is not
-    enabled, logs are as they were. In a run of several processes each adds its own, and the main one reports.
+    ``calls_lockstep``, ``calls_stock``), all since the last log. `trainer.state.log_history`, later callbacks and a run
+    of Weights & Biases get them. While the model is not enabled, logs stay unchanged. In a run of several processes
+    each process adds its own figures, and the main one reports.
     """
 
     def __init__(self) -> None:
@@ -35,18 +35,18 @@ class PagedStatsCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
                        **kwargs: Any) -> None:
-        """Count from now on."""
+        """Read the counters as the start of the first interval."""
         self._look(kwargs.get("model"))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
                logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add what happened since the last log."""
+        """Add the figures since the last log."""
         before, engine, since = self._before, self._engine, self._at
         now = self._look(kwargs.get("model"))
         if now is None or logs is None:
             return
         if before is None or self._engine is not engine:
-            return  # nothing to compare with
+            return  # no earlier reading of this engine
         figures: dict[str, float] = activity(before, now, max(self._at - since, 1e-9))._asdict()
         for path in now.calls:
             figures[f"calls_{path}"] = now.calls[path].num_calls - before.calls[path].num_calls
@@ -59,7 +59,7 @@ class PagedStatsCallback(TrainerCallback):
     def _look(self, model: Any) -> EngineStats | None:
         try:
             self._engine = get_engine(model)
-        except (UnsupportedModelError, ValueError):  # not enabled, as yet
+        except (UnsupportedModelError, ValueError):  # not enabled (yet)
             self._engine = self._before = None
             return None
         self._before, self._at = self._engine.stats(), time.perf_counter()
@@ -67,7 +67,7 @@ class PagedStatsCallback(TrainerCallback):
 
 
 def _tell_wandb(figures: dict[str, float], state: TrainerState) -> None:
-    """Trainer's own callback for it stands before those that a user adds, and has sent the log by now."""
-    wandb = sys.modules.get("wandb")  # imported by whoever made a run
+    """Log to Weights & Biases, since Trainer's own callback runs before the user's and has sent the log already."""
+    wandb = sys.modules.get("wandb")  # imported only in a process that uses it
     if state.is_world_process_zero and wandb is not None and getattr(wandb, "run", None) is not None:
         wandb.log({**figures, "train/global_step": state.global_step})

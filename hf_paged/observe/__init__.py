@@ -1,1 +1,1 @@
-"""What watches an engine: metrics, telemetry, traces."""
+"""Observers of an engine: metrics, telemetry, traces."""

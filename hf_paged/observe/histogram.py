@@ -1,10 +1,10 @@
-"""Histograms that take many values at once."""
+"""Histograms that add many values in one call."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# Upper bounds in seconds: of what lasts as long as a request, and of the time between two of its tokens.
+# Upper bounds in seconds: for the duration of a request, and for the time between two of its tokens.
 REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
                    2560.0)
 FIRST_TOKEN_SECONDS = (0.001, 0.0025, *REQUEST_SECONDS)
@@ -20,7 +20,7 @@ class Histogram:
         self.bounds = bounds
         self.sum = 0.0
         self._edges = np.array(bounds)
-        self._counts = np.zeros(len(bounds) + 1, np.int64)  # of values above the bound before; the last: above all
+        self._counts = np.zeros(len(bounds) + 1, np.int64)  # by interval that ends at each bound; the last has no end
 
     def add(self, value: float) -> None:
         """Count one value."""
@@ -29,13 +29,13 @@ class Histogram:
 
     def add_all(self, values: np.ndarray) -> None:
         """Count values [N]."""
-        if values.size and values.min() == (most := values.max()):  # decode rows of one step have mostly one
+        if values.size and values.min() == (most := values.max()):  # the usual case: decode rows of one step
             self._counts[self._edges.searchsorted(most)] += values.size
         else:
             self._counts += np.bincount(self._edges.searchsorted(values), minlength=len(self._counts))
         self.sum += float(values.sum())
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, number of values up to it), as Prometheus has it; the last bound is infinity."""
+        """Return (upper bound, number of values up to it) as in Prometheus; the last bound is infinity."""
         names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(names, self._counts.cumsum().tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The metrics of engines, by the names and units of vLLM's, as prometheus_client's families."""
+"""Metrics of engines as prometheus_client's families, with the names and units of vLLM's metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LABELS = ("model_name", "engine")
 
 
 class Watched(NamedTuple):
-    """An engine whose metrics are asked for: its label values, and what watches it."""
+    """An engine whose metrics are recorded, with its label values and recorder."""
 
     labels: tuple[str, str]
     engine: Engine
@@ -32,13 +32,13 @@ class Watched(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """One engine's numbers of one moment, between two steps."""
+    """Numbers of one engine, all read between the same two steps."""
 
     labels: list[str]
     stats: EngineStats
     waiting: dict[str, int]
     config: PagedConfig
-    samples: dict[str, Any]  # of the recorder, by the names of its fields; histograms as (buckets, sum)
+    samples: dict[str, Any]  # fields of the recorder by name; histograms as (buckets, sum)
 
 
 GAUGES = {
@@ -79,7 +79,7 @@ HISTOGRAMS = {
 
 
 def read(watched: Watched) -> Reading:
-    """Waits for the step under way."""
+    """Read an engine's numbers; waits for the running step."""
     engine, recorder = watched.engine, watched.recorder
     with engine.between_steps():
         samples = {name: (value.buckets(), value.sum) if isinstance(value, Histogram) else value
@@ -89,7 +89,7 @@ def read(watched: Watched) -> Reading:
 
 
 def families(readings: list[Reading]) -> Iterator[Metric]:
-    """All of them, with the samples of every engine."""
+    """Yield all metric families with the samples of every engine."""
     for name, what in GAUGES.items():
         gauge = GaugeMetricFamily(PREFIX + name, what, labels=LABELS)
         for one in readings:

@@ -1,4 +1,4 @@
-"""What one engine's steps and requests add to its metrics. Rows that decode are counted together, not one by one."""
+"""Records the steps and requests of one engine for its metrics; decode rows are counted together, not one by one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hf_paged.scheduler import Sequence, StepPlan
 
 
 class Recorder:
-    """An `Observer`. Its numbers are read while the engine's lock is held.
+    """An `Observer` that counts. The engine's lock must be held while its numbers are read.
 
     Attributes:
-        work: of all launched steps.
-        finished_by: requests by the reason of their end.
+        work: Work of all launched steps.
+        finished_by: Number of requests by finish reason.
     """
 
     def __init__(self, sizes: ModelSizes, telemetry: Telemetry | None) -> None:
@@ -34,14 +34,14 @@ class Recorder:
         self.prompt_tokens, self.generation_tokens = Histogram(histogram.TOKENS), Histogram(histogram.TOKENS)
         self.step_tokens = Histogram(histogram.TOKENS)
         self._sizes, self._telemetry = sizes, telemetry
-        self._open: dict[str, Request] = {}  # those that came and are unfinished
-        self._awaited: set[str] = set()  # those of them that have no token as yet
-        self._latest = np.zeros(0)  # by slot: when its tenant's last token was there
-        self._tenancy = np.zeros(0, np.int64)  # by slot: the tenant whose time that is
+        self._open: dict[str, Request] = {}  # unfinished requests
+        self._awaited: set[str] = set()  # unfinished requests without a token
+        self._latest = np.zeros(0)  # by slot: time of its sequence's last token
+        self._tenancy = np.zeros(0, np.int64)  # by slot: tenancy of that sequence
         self._tenants: list[Sequence | None] = []  # by slot
-        self._left: dict[str, float] = {}  # the same time, of preempted requests whose slot went to another
+        self._left: dict[str, float] = {}  # time of the last token of preempted requests whose slot was reassigned
 
-    # -- told by the engine -------------------------------------------------------------------------------------------
+    # -- Observer methods ---------------------------------------------------------------------------------------------
 
     def queued(self, request: Request) -> None:
         self._open[request.request_id] = request
@@ -68,7 +68,7 @@ class Recorder:
             slots = slots[is_known]
         if slots.size:
             gaps = now - self._latest[slots]
-            if plan.drafts is not None:  # the tokens of one request came together
+            if plan.drafts is not None:  # accepted drafts of one request arrive together, so they share the time
                 _, inverse, counts = np.unique(slots, return_inverse=True, return_counts=True)
                 gaps /= counts[inverse]
             self.inter_token.add_all(gaps)
@@ -77,7 +77,7 @@ class Recorder:
             self._count_prefill(plan, row, now)
 
     def delivered(self, plan: StepPlan) -> None:
-        """All of it was counted at the commit."""
+        """Do nothing: `committed` has counted the step."""
 
     def finished(self, request: Request, output: StepOutput) -> None:
         assert output.completion is not None
@@ -105,7 +105,7 @@ class Recorder:
             self._telemetry.finished(completion, per_token)
 
     def started_over(self, unfinished: list[Request]) -> None:
-        self._tenants, self._left = [None] * len(self._tenants), {}  # what an interrupt took is no token's time
+        self._tenants, self._left = [None] * len(self._tenants), {}  # so that no token latency spans the interrupt
         self._tenancy[:] = -1
         for request_id in self._open.keys() - {request.request_id for request in unfinished}:
             self._forget(request_id)
@@ -113,7 +113,7 @@ class Recorder:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _settle(self, plan: StepPlan) -> None:
-        """Slots have new tenants; those who were there may have been preempted, and go on elsewhere."""
+        """Assign slots to newly admitted sequences and keep the last token's time of preempted ones."""
         new = {id(sequence) for sequence in plan.admitted}
         for row in range(plan.num_decode_rows, len(plan.slots)):
             if id(sequence := plan.sequences[row]) in new:
@@ -128,7 +128,7 @@ class Recorder:
         if slot >= len(self._tenants):
             self._grow(slot + 1)
         self._give_up(slot)
-        if sequence.request_id not in self._awaited and sequence in self._tenants:  # it was preempted
+        if sequence.request_id not in self._awaited and sequence in self._tenants:  # preempted before
             self._give_up(self._tenants.index(sequence))
         self._tenants[slot], self._tenancy[slot], self._latest[slot] = sequence, tenancy, np.nan
 
@@ -140,7 +140,7 @@ class Recorder:
         self._tenants[slot], self._tenancy[slot] = None, -1
 
     def _count_prefill(self, plan: StepPlan, row: int, now: float) -> None:
-        """A prompt's end gave its first token, or a preempted request's its next."""
+        """Count the first token of a prompt, or the next token of a preempted request."""
         sequence, slot = plan.sequences[row], int(plan.slots[row])
         request_id = sequence.request_id
         if request_id in self._awaited and (first := self._open[request_id].first_token) is not None:
@@ -155,7 +155,8 @@ class Recorder:
             self.inter_token.add(now - before)
 
     def _count_late(self, plan: StepPlan, row: int, now: float) -> None:
-        """A token of a request that lost its slot after the launch; or of one that ran before the recorder came."""
+        """Count a token of a request that lost its slot after the launch, or that ran before the recorder was
+        attached."""
         request_id = plan.sequences[row].request_id
         if (before := self._left.get(request_id)) is not None:
             self.inter_token.add(now - before)

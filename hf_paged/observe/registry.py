@@ -1,4 +1,4 @@
-"""Which engines' metrics are in which registry of prometheus_client."""
+"""Map of engines to their recorders and to registries of prometheus_client."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 _lock = threading.RLock()
 _numbers = itertools.count()
 _watched: weakref.WeakKeyDictionary[Engine, tuple[tuple[str, str], Recorder]] = weakref.WeakKeyDictionary()
-_own: weakref.WeakKeyDictionary[Engine, Any] = weakref.WeakKeyDictionary()  # registries of one engine each
+_own: weakref.WeakKeyDictionary[Engine, Any] = weakref.WeakKeyDictionary()  # one registry per engine
 _collectors: weakref.WeakKeyDictionary[Any, EnginesCollector] = weakref.WeakKeyDictionary()  # by registry
 
 
 class EnginesCollector:
-    """A collector of prometheus_client over engines, which it does not keep alive."""
+    """Collector of prometheus_client over engines, which it references weakly."""
 
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
     def collect(self) -> Iterator[Any]:
-        """The families, with one reading of each engine."""
+        """Return the families, with one reading of each engine."""
         from hf_paged.observe.metric_families import families, read
 
         with _lock:
@@ -43,25 +43,25 @@ class EnginesCollector:
         return families([read(one) for one in found])
 
     def describe(self) -> Iterator[Any]:
-        """The families without samples: so that a registry refuses other metrics of these names."""
+        """Return the families without samples, so that a registry refuses other metrics with these names."""
         from hf_paged.observe.metric_families import families
 
         return families([])
 
 
 def metrics_of(engine: Engine, registry: CollectorRegistry | None = None) -> CollectorRegistry:
-    """Watch an engine from now on, if nobody asked for that yet; a registry that has its metrics.
+    """Record an engine's metrics from now on, unless recorded already, and return a registry with them.
 
     Args:
-        registry: to add them to; None: one of the engine's own, the same each time.
+        registry: Registry to add the metrics to; None for the engine's own registry, the same in every call.
 
     Raises:
-        ImportError: prometheus_client is not installed.
+        ImportError: If prometheus_client is not installed.
     """
     require("metrics", "a registry of metrics")
     from prometheus_client import CollectorRegistry
 
-    watch(engine)  # the engine's lock is never waited for while `_lock` is held
+    watch(engine)  # before `_lock`: waiting for the engine's lock while holding `_lock` could deadlock
     with _lock:
         if registry is None:
             registry = _own.setdefault(engine, CollectorRegistry())
@@ -73,7 +73,7 @@ def metrics_of(engine: Engine, registry: CollectorRegistry | None = None) -> Col
 
 
 def watch(engine: Engine) -> None:
-    """Have an engine's metrics recorded from now on, if nobody asked for that yet."""
+    """Record an engine's metrics from now on, unless recorded already."""
     with _lock:
         if engine in _watched:
             return

@@ -1,4 +1,4 @@
-"""The requests of one engine as tracks of a trace file: what each waited for and did, from its coming to its end."""
+"""Requests of one engine as tracks of a trace file: the phases of each, from its arrival to its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WAITING = ("queued", "preempted")
 
 
 class _Chunk(NamedTuple):
-    """A piece of a prompt that a step computes; ``ends``: the last one."""
+    """Part of a prompt that a step computes; ``ends`` marks the last part."""
 
     plan: StepPlan
     start: int
@@ -28,7 +28,7 @@ class _Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class _Life:
-    """A request: what it does ("queued", "prefill", "decode", "preempted"), since when, and its chunks under way."""
+    """A request's phase ("queued", "prefill", "decode", "preempted"), its begin, and the chunks in flight."""
 
     sequence: Sequence
     tid: int
@@ -39,11 +39,11 @@ class _Life:
 
 
 class Lives:
-    """Requests that were seen coming. On its track each has one span, and in it those of its phases.
+    """Tracks of requests that arrived while recorded, each with a span that contains the spans of its phases.
 
     Args:
-        pid: of the process in the file that holds the tracks.
-        title: of that process.
+        pid: Process id of the tracks in the file.
+        title: Name of that process.
     """
 
     def __init__(self, file: TraceFile, pid: int, title: str) -> None:
@@ -52,7 +52,7 @@ class Lives:
         self._tids = itertools.count(1)
 
     def begin(self, request: Request, at: float) -> None:
-        """A request waits."""
+        """Begin the track of a request that waits."""
         tid = next(self._tids)
         if tid == 1:
             self._file.name_process(self._pid, self._title)
@@ -61,10 +61,10 @@ class Lives:
         self._file.begin(self._pid, tid, request.request_id, at, prompt_tokens=request.sequence.num_prompt_tokens)
 
     def launch(self, plan: StepPlan, at: float) -> None:
-        """A step runs: its new rows wait no more, and its prompts' rows have a chunk each."""
+        """Begin prefill of a step's admitted sequences, and add a chunk per prefill row."""
         for sequence in plan.admitted:
             if (life := self._of(sequence)) is not None:
-                if life.phase not in _WAITING:  # it lost its blocks between two steps: the model changed
+                if life.phase not in _WAITING:  # preempted between two steps because the model changed
                     self._send_back(life, at)
                 self._turn(life, "prefill", at)
         for row in range(plan.num_decode_rows, len(plan.sequences)):
@@ -73,7 +73,7 @@ class Lives:
                 life.chunks.append(chunk)
 
     def commit(self, plan: StepPlan, at: float) -> None:
-        """A step is done: so are its chunks."""
+        """End the chunks of a finished step."""
         for sequence in plan.sequences[plan.num_decode_rows :]:
             life = self._of(sequence)
             if life is not None and life.chunks and life.chunks[0].plan is plan:
@@ -83,13 +83,13 @@ class Lives:
                 life.since, life.phase = at, "decode" if chunk.ends else "prefill"
 
     def preempt(self, at: float) -> None:
-        """Some running requests had to give their blocks back: those that wait by now."""
+        """Move running requests whose sequence waits again to the phase "preempted"."""
         for life in self._lives.values():
             if life.phase not in _WAITING and life.sequence.status is Status.WAITING:
                 self._send_back(life, at)
 
     def end(self, request: Request, output: StepOutput, at: float) -> None:
-        """A request is over."""
+        """End the track of a finished request."""
         life = self._of(request.sequence)
         completion = output.completion
         if life is None or completion is None:
@@ -102,7 +102,7 @@ class Lives:
                        preemptions=life.num_preemptions)
 
     def start_over(self, unfinished: list[Request], at: float) -> None:
-        """These wait anew, and all others are gone."""
+        """Move unfinished requests back to the phase "queued" and end the tracks of all others."""
         again = {request.request_id: request for request in unfinished}
         for request_id, life in list(self._lives.items()):
             if request_id not in again:
@@ -114,13 +114,13 @@ class Lives:
                 life.phase, life.since = "queued", at
 
     def close(self, at: float) -> None:
-        """The record ends before these do."""
+        """End the tracks of unfinished requests, since recording ends."""
         for request_id in list(self._lives):
             self._abandon(request_id, "unfinished", at)
 
     def _of(self, sequence: Sequence) -> _Life | None:
         life = self._lives.get(sequence.request_id)
-        return life if life is not None and life.sequence is sequence else None  # an id may be used again
+        return life if life is not None and life.sequence is sequence else None  # a finished request's id may be reused
 
     def _send_back(self, life: _Life, at: float) -> None:
         self._turn(life, "preempted", at)
@@ -131,7 +131,7 @@ class Lives:
         life.phase, life.since = phase, at
 
     def _close_phase(self, life: _Life, at: float) -> None:
-        """What it did is over; chunks that were not committed are lost."""
+        """Write the span of the current phase and drop uncommitted chunks."""
         if life.phase != "prefill" or life.chunks:
             self._file.span(self._pid, life.tid, life.phase, min(life.since, at), at)
         life.chunks.clear()

@@ -1,4 +1,4 @@
-"""OpenTelemetry's metrics of servers of generative models, where its SDK is installed."""
+"""OpenTelemetry's metrics of generative-model servers, recorded if its SDK is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_paged.outputs import Completion
 
 
 class Telemetry:
-    """`gen_ai.server.*` of one engine, by the meter provider that the process has set or sets later."""
+    """`gen_ai.server.*` metrics of one engine, with the process's meter provider, which may be set later."""
 
     def __init__(self, model_name: str) -> None:
         from opentelemetry import metrics
@@ -29,7 +29,7 @@ class Telemetry:
                             "gen_ai.response.model": model_name}
 
     def finished(self, completion: Completion, per_token: float | None) -> None:
-        """A request ended; `per_token` in seconds, where it had more than one."""
+        """Record a finished request; `per_token` in seconds, None with fewer than two tokens."""
         times, attributes = completion.timings, self._attributes
         assert times is not None
         if completion.finish_reason == "error":
@@ -42,7 +42,7 @@ class Telemetry:
 
 
 def telemetry_of(model_name: str) -> Telemetry | None:
-    """None where OpenTelemetry's SDK is not installed."""
+    """Return the telemetry of a model, or None if OpenTelemetry's SDK is not installed."""
     try:
         found = find_spec("opentelemetry.sdk.metrics")
     except ImportError:

@@ -1,4 +1,4 @@
-"""`hf_paged.trace`: a block in which all engines are recorded into a file."""
+"""`hf_paged.trace`: a context that records all engines into a file."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from hf_paged.runner import device_times
 
 @contextmanager
 def trace(path: str | os.PathLike) -> Iterator[None]:
-    """Record what all engines of this process do in the block, in whichever thread, and write it to a file.
+    """Record all engines of this process, in all threads, into a file while the context lasts.
 
         with hf_paged.trace("steps.json"):
             model.generate(**inputs, max_new_tokens=256)
 
-    The file is in the trace event format: ui.perfetto.dev and chrome://tracing show it. Each engine has a track for
-    each part of its steps (schedule, launch, wait, commit, emit), one for the time of its CUDA graphs and eager steps
-    on the GPU, one for each request (queued, prefill, decode, preempted, end), and counters of blocks, tokens and
-    requests. Engines that are made in the block are recorded, too. A request that came before the block has no track.
+    The file is in the trace event format, for ui.perfetto.dev and chrome://tracing. Each engine has a track for each
+    part of its steps (schedule, launch, wait, commit, emit), one for the time of its CUDA graphs and eager steps on the
+    GPU, one for each request (queued, prefill, decode, preempted, end), and counters of blocks, tokens and requests.
+    Engines made in the context are recorded too. Requests that arrived before it have no track.
 
-    Traces may be nested and may run in several threads at once: each has a file of its own, in which everything is that
-    happens in its block. What is recorded is written as it comes, and the file of a process that dies can be read. In
-    the child of a fork nothing is recorded. Of a model over several GPUs rank 0, or the rank whose script this is, is
-    recorded.
+    Traces may be nested and may run in several threads at once: each file has all events in its context. Events are
+    written as they occur, and the file of a process that dies can be read. The child of a fork records nothing. For a
+    model over several GPUs, rank 0 is recorded, or with a script per rank this script's rank.
 
     Raises:
-        ValueError: another trace writes to this file.
-        OSError: the file cannot be opened, or not be written to its end (once the block is over).
+        ValueError: If another trace writes to this file.
+        OSError: If the file cannot be opened, or, at the end of the context, cannot be written completely.
     """
     file = TraceFile(path)
     recorders: list[Recorder] = []
@@ -52,7 +51,7 @@ def trace(path: str | os.PathLike) -> Iterator[None]:
             for recorder in recorders:
                 if (engine := recorder.engine()) is not None:
                     engine.unwatch(recorder)
-            for recorder in recorders:  # where the file cannot be written, no engine is watched any more
+            for recorder in recorders:  # after all engines are detached, since writing may raise
                 recorder.close()
         finally:
             file.close()

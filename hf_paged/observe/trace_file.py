@@ -1,8 +1,8 @@
-"""A file of trace events as Chrome and Perfetto read them, written while they come.
+"""File of trace events for Chrome and Perfetto, written as they occur.
 
-The format is the JSON array of the trace event format: each event is an object whose ``ph`` says what it is ("X" a
-span, "B" and "E" the begin and end of one, "i" an instant, "C" counters, "M" a name). An array without its closing
-bracket is read as well, so that the file of a process that died can be looked at.
+The file is the JSON array of the trace event format. The field ``ph`` is the kind of an event ("X" a span, "B" and "E"
+the begin and end of one, "i" an instant, "C" counters, "M" a name). Viewers also read an array without the closing
+bracket, such as the file of a process that died.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 from hf_paged import at_fork
 
 _BUFFER = 256  # events
-# Of spans that would otherwise have colors alike; Chrome's viewer knows these names, Perfetto has colors of its own.
+# For spans that would have similar colors; Chrome's viewer knows these names, Perfetto has colors of its own.
 COLORS = {"queued": "grey", "prefill": "rail_response", "decode": "thread_state_running", "preempted": "terrible"}
 _open: set[TraceFile] = set()
 
 
 class TraceFile:
-    """Thread-safe. Times are seconds of `time.perf_counter`; in the file they are microseconds since it was opened.
+    """Thread-safe trace file. Times are seconds of `time.perf_counter`; the file has microseconds since it was opened.
 
     Raises:
-        ValueError: another one that is open writes to this file.
-        OSError: the file cannot be opened; later, from the method that finds it out, that it cannot be written.
+        ValueError: If another open trace writes to this file.
+        OSError: If the file cannot be opened; later methods raise it if the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -46,11 +46,11 @@ class TraceFile:
         at_fork.register(self)
 
     def next_number(self) -> int:
-        """1, 2, ..., each once."""
+        """Return 1, 2, ..., each once."""
         return next(self._numbers)
 
     def span(self, pid: int, tid: int, name: str, begin: float, end: float, **args: Any) -> None:
-        """Something that lasted."""
+        """Write an event with a duration."""
         ts = self._ns(begin)
         dur = max(self._ns(end) - ts, 0)
         color = {"cname": COLORS[name]} if name in COLORS else {}
@@ -58,33 +58,33 @@ class TraceFile:
                    "args": args})
 
     def begin(self, pid: int, tid: int, name: str, at: float, **args: Any) -> None:
-        """Something began; spans of its track lie in it until its `end`."""
+        """Write the begin of a span, which encloses later spans of its track until `end`."""
         self._add({"ph": "B", "pid": pid, "tid": tid, "name": name, "ts": self._ns(at) / 1e3, "args": args})
 
     def end(self, pid: int, tid: int, name: str, at: float, **args: Any) -> None:
-        """What began last on the track ended."""
+        """Write the end of the track's last open span."""
         self._add({"ph": "E", "pid": pid, "tid": tid, "name": name, "ts": self._ns(at) / 1e3, "args": args})
 
     def instant(self, pid: int, tid: int, name: str, at: float, **args: Any) -> None:
-        """Something happened on a track."""
+        """Write an event without a duration."""
         self._add({"ph": "i", "s": "t", "pid": pid, "tid": tid, "name": name, "ts": self._ns(at) / 1e3, "args": args})
 
     def counters(self, pid: int, name: str, at: float, **values: float) -> None:
-        """Values from now on, drawn one above the other."""
+        """Write new values of counters, which viewers stack."""
         self._add({"ph": "C", "pid": pid, "tid": 0, "name": name, "ts": self._ns(at) / 1e3, "args": values})
 
     def name_process(self, pid: int, name: str) -> None:
-        """The heading of tracks; those of lower numbers stand above."""
+        """Name a group of tracks; viewers sort groups by number."""
         self._add({"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}})
         self._add({"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}})
 
     def name_track(self, pid: int, tid: int, name: str) -> None:
-        """The name of a track; those of lower numbers stand above."""
+        """Name a track; viewers sort tracks by number."""
         self._add({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}})
         self._add({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
 
     def close(self) -> None:
-        """Write what is left; events that come later are dropped."""
+        """Write buffered events and close the file; later events are dropped."""
         with self._lock:
             if not self._is_open:
                 return
@@ -97,7 +97,7 @@ class TraceFile:
                 self._file.close()
 
     def _ns(self, at: float) -> int:
-        return max(round((at - self._began) * 1e9), 0)  # what began before the file begins with it
+        return max(round((at - self._began) * 1e9), 0)  # the file's start for earlier times
 
     def _add(self, event: dict[str, Any]) -> None:
         line = json.dumps(event, separators=(",", ":"))
@@ -116,7 +116,7 @@ class TraceFile:
             self._separator = b",\n"
 
     def after_fork_in_child(self) -> None:
-        """The file is the parent's."""
+        """Drop the file in a forked child, since only the parent may write to it."""
         self._lock = threading.Lock()
         self._is_open, self._lines = False, []
         _open.discard(self)

@@ -1,4 +1,4 @@
-"""What one engine does, as events of a trace file: its steps part by part, and what it has and holds."""
+"""Records the parts of one engine's steps, its counters and its requests as events of a trace file."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hf_paged.runner.device_times import Piece
 from hf_paged.scheduler import StepPlan
 from hf_paged.scheduler.block_use import block_use
 
-PARTS = ("schedule", "launch", "wait", "commit", "emit", "GPU")  # tracks of an engine, from 1 on
+PARTS = ("schedule", "launch", "wait", "commit", "emit", "GPU")  # an engine's tracks, numbered from 1
 _SCHEDULE, _LAUNCH, _WAIT, _COMMIT, _EMIT, _GPU = range(1, 7)
-# Blocks are looked at one by one when so many times the time has passed that the last look took.
+# Blocks are counted by use again after this multiple of the last count's duration.
 _LOOK_EVERY = 50
 
 
 class Recorder(Observer):
-    """Writes as it is told, in the thread that steps. It gets a number, and its tracks names, when something happens.
+    """Writes events in the thread that steps. Its number and its tracks' names are written with the first event.
 
     Args:
-        engine: the one that it watches; not kept alive.
-        file: where to.
+        engine: The recorded engine; referenced weakly.
+        file: The trace file.
     """
 
     def __init__(self, engine: Engine, file: TraceFile) -> None:
@@ -38,7 +38,7 @@ class Recorder(Observer):
         self._file = file
         self._number = 0
         self._lives: Lives | None = None
-        self._launched: deque[tuple[StepPlan, int]] = deque()  # with their numbers; not delivered
+        self._launched: deque[tuple[StepPlan, int]] = deque()  # undelivered steps and their numbers
         self._is_named = False
         self._clock: DeviceClock | None = None
         self._pieces: deque[Piece] = deque()
@@ -91,19 +91,19 @@ class Recorder(Observer):
     def started_over(self, unfinished: list[Request]) -> None:
         self._launched.clear()
         self._pieces.clear()
-        self._clock = None  # the model may be on another device
+        self._clock = None  # the model may have moved to another device
         if self._lives is not None:
             self._lives.start_over(unfinished, time.perf_counter())
 
     def close(self) -> None:
-        """End what has not ended; nothing is told any more."""
+        """Write the end of everything open; no event may follow."""
         self._write_pieces(waits=True)
         if self._lives is not None:
             self._lives.close(time.perf_counter())
 
     @property
     def _pid(self) -> int:
-        """As a process of the file; the next one is that of the requests."""
+        """Return the engine's process id in the file; its requests have the next one."""
         return 2 * self._number - 1
 
     def _first_lives(self) -> Lives:
@@ -121,7 +121,7 @@ class Recorder(Observer):
                 self._file.name_track(self._pid, tid, part)
 
     def _number_of(self, plan: StepPlan) -> int | None:
-        """None: it was launched before this began to watch."""
+        """Return the number of a step; None if it was launched before recording began."""
         return self._launched[0][1] if self._launched and self._launched[0][0] is plan else None
 
     # -- the device -------------------------------------------------------------------------------------------------
@@ -130,14 +130,14 @@ class Recorder(Observer):
         engine = self.engine()
         if not taken or engine is None:
             return
-        if self._clock is None:  # waits for the device, once
+        if self._clock is None:  # making it waits for the device, once
             self._file.name_track(self._pid, _GPU, PARTS[-1])
             self._clock = DeviceClock(engine.model.device)
         self._pieces.extend(taken)
         self._write_pieces()
 
     def _write_pieces(self, *, waits: bool = False) -> None:
-        """Those that the device is done with; ``waits``: all."""
+        """Write the pieces that the device has finished, or with ``waits`` all pieces."""
         while self._pieces and self._clock is not None:
             piece = self._pieces[0]
             if waits:
@@ -166,7 +166,7 @@ class Recorder(Observer):
 
 
 class DeviceClock:
-    """Tells when the events of a device came, as `time.perf_counter` counts. Waits for the device when it is made."""
+    """Converts CUDA events of a device to times of `time.perf_counter`; `__init__` waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device), capture_lock(device):
@@ -176,5 +176,5 @@ class DeviceClock:
         self._at = time.perf_counter()
 
     def time(self, event: torch.cuda.Event) -> float:
-        """Of an event that has come."""
+        """Return the time of an event that has occurred."""
         return self._at + self._zero.elapsed_time(event) / 1e3

@@ -1,9 +1,9 @@
-"""How much a step computes and moves, estimated from its plan and the sizes of the model.
+"""Estimate of a step's computation and memory traffic, from its plan and the sizes of the model.
 
 Counted are the products of the layers and of the head, and attention over all tokens before each; norms, RoPE,
-activations and sampling are left out. Sliding windows are not looked at. Bytes are those that cannot be saved: every
-weight once a step (of experts the part that as many tokens may choose), the keys and values of each row's tokens, and
-the new ones; where rows share a prefix, less may be read (`EngineStats.kv_bytes_saved`).
+activations, sampling and sliding windows are ignored. Bytes are a minimum without sharing: every weight once a step (of
+experts the part that this many tokens may choose), the keys and values of each row's tokens, and the new ones; rows
+with a common prefix may read less (`EngineStats.kv_bytes_saved`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_paged.scheduler import StepPlan
 
 
 class Work(NamedTuple):
-    """Of one device: floating-point operations, bytes read and bytes written."""
+    """Work of one device: floating-point operations, bytes read and bytes written."""
 
     flops: float = 0.0
     read: float = 0.0
@@ -29,15 +29,15 @@ class Work(NamedTuple):
 
 
 class ModelSizes(NamedTuple):
-    """What a step's work follows from. Of a sharded model, of this rank's part.
+    """Sizes from which a step's work follows; for a sharded model, of this rank's part.
 
     Attributes:
-        weights: parameters of the layers that every token is multiplied with.
-        expert_weights: of all experts together; a token meets `expert_share` of them.
-        head_weights: of the product that makes logits.
-        weight_itemsize: bytes of a parameter.
-        pair_flops: of one token's attention to one token, over all layers.
-        token_bytes: of the keys and values of one token, over all layers.
+        weights: Parameters of the layers that every token is multiplied with.
+        expert_weights: Parameters of all experts; a token uses `expert_share` of them.
+        head_weights: Parameters of the head.
+        weight_itemsize: Bytes of a parameter.
+        pair_flops: Operations of one token's attention to one token, over all layers.
+        token_bytes: Bytes of the keys and values of one token, over all layers.
     """
 
     weights: int
@@ -49,10 +49,10 @@ class ModelSizes(NamedTuple):
     token_bytes: int
 
     def of(self, plan: StepPlan) -> Work:
-        """A step's work."""
+        """Return a step's work."""
         start, num_new = plan.start.astype(np.float64), plan.num_new_tokens
         tokens, rows = float(num_new.sum()), len(start)
-        if plan.num_decode_rows == rows:  # a token each
+        if plan.num_decode_rows == rows:  # one token per row
             read_tokens = pairs = float(start.sum()) + rows
             sampled = rows
         else:
@@ -65,7 +65,7 @@ class ModelSizes(NamedTuple):
 
 
 def sizes_of(model: Any, spec: KVSpec, num_ranks: int) -> ModelSizes:
-    """Of a causal LM as it is now; `spec` of its cache on this rank."""
+    """Return the sizes of a causal LM in its current state; `spec` is of its cache on this rank."""
     config = model.config.get_text_config()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     apart = {id(module.weight) for module in (head, embedding) if module is not None}
@@ -74,7 +74,7 @@ def sizes_of(model: Any, spec: KVSpec, num_ranks: int) -> ModelSizes:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in apart or parameter.dim() < 2 or isinstance(module, nn.Embedding):
                 continue
-            if parameter.dim() == 3:  # [experts, out, in], or as they are transposed
+            if parameter.dim() == 3:  # experts: [experts, out, in] or transposed
                 expert_weights += parameter.numel()
             elif name.endswith("weight") or name.startswith("lora_"):
                 weights += parameter.numel()

@@ -1,4 +1,4 @@
-"""Which LoRA adapter each running sequence goes through: names on the host, entries of the executor on the device."""
+"""LoRA adapter of each running sequence: its name on the host, and its index for the executor on the device."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from hf_paged.models.tuners import BASE
 
 
 class AdapterSlots:
-    """Per slot an index into the executor's entries (see `StepContext.adapters`), [S + 1] int32 on the device.
+    """Index into the executor's adapters per slot (see `StepContext.adapters`), [S + 1] int32 on the device.
 
-    While no sequence names an adapter, nothing is kept and nothing is sent.
+    0 stands for the model's active adapters, -1 for the base model. While no sequence names an adapter, no slot is
+    stored and nothing is sent to the device.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
         self._index = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self._is_named = np.zeros(num_slots + 1, dtype=bool)
-        self._names: dict[int, str] = {}  # by slot; also of sequences that have ended
+        self._names: dict[int, str] = {}  # by slot; includes ended sequences
         self._entries: dict[str, int] = {BASE: -1}
 
     def grow(self, num_slots: int) -> None:
-        """Raise the number of slots to this; graphs have to be captured anew."""
+        """Raise the number of slots; graphs must be captured again."""
         more = num_slots + 1 - len(self._index)
         index, is_named = torch.nn.functional.pad(self._index, (0, more)), np.pad(self._is_named, (0, more))
         self._index, self._is_named = index, is_named
 
     def use_entries(self, names: tuple[str, ...]) -> None:
-        """The executor's entries are these now: slots follow, by their names."""
+        """Use a new order of the executor's adapters and update the indices of all slots by name."""
         entries = {BASE: -1} | {name: entry for entry, name in enumerate(names, 1)}
         if entries != self._entries:
             self._entries = entries
-            # A name that is gone is none of a row that will run.
+            # A slot whose adapter was deleted belongs to an ended sequence.
             self._names = {slot: name for slot, name in self._names.items() if name in entries}
             self._send(list(self._names))
 
     def admit(self, slots: list[int], names: list[str | None]) -> None:
-        """Sequences got these slots; None: they go through the model's active adapters."""
+        """Set the adapters of sequences that got these slots; None stands for the model's active adapters."""
         if not self._names and not any(names):
             return
         for slot, name in zip(slots, names, strict=True):
@@ -50,11 +51,11 @@ class AdapterSlots:
         self._send(slots)
 
     def any_named(self, slots: np.ndarray) -> bool:
-        """Does one of these sequences name an adapter?"""
+        """Return whether one of these sequences names an adapter."""
         return bool(self._names) and bool(self._is_named[slots].any())
 
     def of(self, slots: torch.Tensor) -> torch.Tensor:
-        """``slots`` [T] int64 on the device -> the entry of each, [T] int32."""
+        """Return the adapter index of each slot: ``slots`` [T] int64 on the device -> [T] int32."""
         return self._index[slots]
 
     def _send(self, slots: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Makes, enlarges and drops what an engine keeps on the device."""
+"""Creation, growth and release of an engine's memory on the device."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from hf_paged.runner.kv_reads import KVReads
 from hf_paged.runner.memory import most_blocks_ever, owned_num_blocks, rehearse, shared_num_blocks
 from hf_paged.runner.model_runner import ModelRunner
 
-FIRST_POOL_BLOCKS = 64  # with the usual 8 heads of 128, each tensor is then one piece of 2 MiB
+FIRST_POOL_BLOCKS = 64  # with 8 KV heads of 128, each tensor is then one 2 MiB page
 POOL_GROWTH = 1.5
 
 
 class DevicePool:
-    """The runner and its KV pool: a fixed number of blocks, all of the budget (`owns_device`), or growing on demand."""
+    """The runner and its KV pool: fixed in blocks, the whole memory budget (`owns_device`), or growing on demand."""
 
     def __init__(self, executor: ModelExecutor, config: PagedConfig, *, owns_device: bool) -> None:
         self._executor = executor
         self._config = config
         self._owns_device = owns_device
         self.runner: ModelRunner | None = None
-        self.max_blocks = 0  # the pool will never have more
+        self.max_blocks = 0  # upper bound of the pool's size
         self.num_growths = 0
         self.reads = KVReads()
-        self._released_blocks = 0  # what it had, and has again after its return
+        self._released_blocks = 0  # size before `release`, restored afterwards
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence in tokens, prompt and output."""
+        """Return the maximum number of tokens of a sequence, prompt and output."""
         return self._executor.max_length(self._config.max_model_len)
 
     @property
@@ -44,13 +44,13 @@ class DevicePool:
 
     @property
     def graph_counts(self) -> tuple[int, int]:
-        """CUDA graphs captured and dropped by the present runner."""
+        """Return the numbers of CUDA graphs that the current runner captured and dropped."""
         graphs = self.runner.graphs if self.runner else None
         return (graphs.num_captured, graphs.num_dropped) if graphs else (0, 0)
 
     @property
     def most_blocks(self) -> int:
-        """What `max_blocks` is, or would be if the pool were built now; allocates nothing."""
+        """Return `max_blocks`, or its value if the pool were built now; allocates nothing."""
         if self.num_blocks:
             return self.max_blocks
         if self._config.num_blocks is not None:
@@ -59,11 +59,11 @@ class DevicePool:
                                  held_blocks=0)
 
     def build(self) -> ModelRunner:
-        """Allocate, or bring released memory back; RuntimeError where the device has no room for two blocks."""
+        """Allocate the pool or restore released memory; raises RuntimeError if the device cannot hold two blocks."""
         if self.runner is not None and self._has_returned():
             return self.runner
         spec, config = self._executor.kv_spec(), self._config
-        smallest = self._executor.group.smallest  # ranks have the same blocks, whatever else is on their devices
+        smallest = self._executor.group.smallest  # all ranks need the same size, with different amounts of free memory
         if config.num_blocks is not None:
             num_blocks = self.max_blocks = config.num_blocks
         elif self._owns_device:
@@ -78,19 +78,19 @@ class DevicePool:
             max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens, attention_backend=config.attention_backend,
             use_graphs=not config.enforce_eager,
-            # Ranks that have lost each other may wait for ever, and mapped memory goes once its device has waited.
+            # Unmapping waits for the device, which never ends if a lost rank leaves a collective waiting.
             max_blocks=None if self._executor.group.is_parallel else most, reads=self.reads,
         )
         return self.runner
 
     def rehearse(self) -> None:
-        """Have the kernels compiled that `build` runs, if any, and allocate nothing that stays."""
+        """Compile the kernels that `build` runs, if any; allocates nothing permanent."""
         on_gpu = self._executor.kv_spec().device.type == "cuda"
         if on_gpu and self._owns_device and self._config.num_blocks is None:
             rehearse(self._executor, self._config, self.max_model_len)
 
     def grow(self, missing: int) -> int:
-        """The scheduler lacks `missing` blocks: enlarge the pool if the budget allows; returns its size in blocks."""
+        """Enlarge the pool for `missing` more blocks, within the memory budget; returns its size in blocks."""
         assert self.runner is not None
         cache = self.runner.cache
         if self._is_fixed or self._owns_device:
@@ -103,20 +103,20 @@ class DevicePool:
         if wanted > cache.num_blocks:
             try:
                 cache.grow(wanted)
-            except (torch.OutOfMemoryError, DriverError):  # the budget was an estimate: the scheduler preempts instead
-                if self._executor.group.is_parallel:  # other ranks' pools have grown
+            except (torch.OutOfMemoryError, DriverError):  # the budget was estimated; the scheduler preempts instead
+                if self._executor.group.is_parallel:  # the pools of other ranks have grown, sizes would differ
                     raise
                 return cache.num_blocks
             self.num_growths += 1
         return cache.num_blocks
 
     def moved(self) -> bool:
-        """True where the model has another device, dtype, shape or longest length than the pool was made for."""
+        """Return whether the model's device, dtype, shape or maximum length differs from the pool's."""
         made_for = self.runner and (self.runner.spec, self.runner.max_model_len)
         return self.runner is not None and made_for != (self._executor.kv_spec(), self.max_model_len)
 
     def release(self) -> None:
-        """Free the pool's memory; graphs stay if it can come back to its addresses, else everything goes (`drop`)."""
+        """Free the pool's memory; keeps graphs if memory can return to the same addresses, else calls `drop`."""
         if self.runner is None or not self.runner.cache.keeps_addresses:
             self.drop()
             return
@@ -127,7 +127,7 @@ class DevicePool:
             self.drop()
 
     def _has_returned(self) -> bool:
-        """Bring released memory back, as much as there was, if there is room; False: the pool has to be made anew."""
+        """Restore released memory to its former size, if possible; returns False if the pool must be built again."""
         assert self.runner is not None
         cache, sizes = self.runner.cache, [self._released_blocks]
         if cache.num_blocks:
@@ -153,7 +153,7 @@ class DevicePool:
         return self._config.num_blocks is not None
 
     def drop(self) -> None:
-        """Free the device's memory; parameters that were merged get memory of their own again."""
+        """Free all memory of the runner; merged parameters get memory of their own again."""
         if self.runner is not None:
             if self.runner.graphs is not None:
                 self.runner.graphs.drop()

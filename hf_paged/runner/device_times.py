@@ -1,4 +1,4 @@
-"""How long pieces of a step take on the device: CUDA events around them, recorded only while somebody asks."""
+"""Device time of parts of a step, measured with CUDA events that are recorded only on request."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from hf_paged import at_fork
 
-# Of a thread whose pieces nobody takes: an engine that came when the asking had ended.
+# Bounds the pieces of a thread that never calls `take`, such as one with an engine made after the last `stop`.
 _MOST_PIECES = 4096
 
 
 class Piece(NamedTuple):
-    """Device work between two events of one stream; ``name`` says what it was."""
+    """Device work between two events of one stream, with a ``name``."""
 
     name: str
     begin: torch.cuda.Event
@@ -28,21 +28,21 @@ class _Pieces(threading.local):
 
 
 _pieces = _Pieces()
-_askers: set[Any] = set()  # a look at it is all that a step pays while nobody asks
+_askers: set[Any] = set()  # while it is empty, a step pays only this check
 
 
 def ask(asker: Any) -> None:
-    """Have pieces recorded until `stop` of the same object."""
+    """Record pieces until `stop` is called with the same object."""
     _askers.add(asker)
 
 
 def stop(asker: Any) -> None:
-    """It asks no more."""
+    """End the request of `ask`."""
     _askers.discard(asker)
 
 
 def begin(device: torch.device) -> torch.cuda.Event | None:
-    """Record the begin of a piece on the current stream; None where nobody asks, and on a CPU."""
+    """Record the start of a piece on the current stream; returns None without a request and on a CPU."""
     if not _askers or device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)
@@ -51,7 +51,7 @@ def begin(device: torch.device) -> torch.cuda.Event | None:
 
 
 def end(name: str, began: torch.cuda.Event | None) -> None:
-    """Record its end; nothing where it has no begin."""
+    """Record the end of a piece that `begin` started; has no effect if `began` is None."""
     if began is not None:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -59,7 +59,7 @@ def end(name: str, began: torch.cuda.Event | None) -> None:
 
 
 def take() -> tuple[Piece, ...]:
-    """What this thread launched since the last time, in order."""
+    """Return the pieces that this thread launched since the last call, in order."""
     taken = tuple(_pieces.known)
     _pieces.known.clear()
     return taken

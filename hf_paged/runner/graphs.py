@@ -1,11 +1,11 @@
-"""Steps as CUDA graphs: which graphs a step replays, their capture, and when they are dropped.
+"""Steps as CUDA graphs: the choice of the graphs of a step, their capture, and when they are dropped.
 
-A graph of decode rows per padded number of rows, a graph of prompts per padded number of tokens and class of rows; a
-step that holds both replays one of each, so that decoding never waits for the launches of a prompt, or one for both
-where the prompts are long enough. Captured lazily, all in one memory pool.
-Steps that bring log-probabilities, steps in which a row names an adapter, and steps whose rows, or whose prompts, share
-prefixes have graphs of their own. A step of decode rows that waits for masks of tokens is two graphs: up to the logits,
-and from there on. What graphs compute, and the arrays that they read, are in `padded_steps.py`.
+There is a graph of decode rows per padded number of rows, and a graph of prompts per padded number of tokens and class
+of rows. A step with both replays one of each, so that decoding never waits for the launches of a prompt, or one common
+graph if the prompts are long enough. Graphs are captured lazily, in one memory pool.
+Steps with log-probabilities, with a row that names an adapter, or with shared prefixes have graphs of their own. A step
+of decode rows that waits for token masks has two graphs: up to the logits, and from the logits on. `padded_steps.py`
+has what graphs compute and the arrays that they read.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _PLACE: tuple[Callable, ...] = torch.Tensor.data_ptr, attrgetter("shape"), torch
 
 
 class Undrawn(NamedTuple):
-    """A step of decode rows that was replayed up to the logits; `StepGraphs.draw` goes on, before any other replay.
+    """A step of decode rows replayed up to the logits; `StepGraphs.draw` samples it, before any other replay.
 
-    ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are what this ``graph``
-    made; the first ``num_rows`` are rows of the step. ``memory``: where graphs read then, and how many had been
-    dropped.
+    ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are outputs of ``graph``;
+    the first ``num_rows`` are rows of the step. ``memory``: the memory signature and the number of dropped graphs at
+    the replay.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -56,9 +56,10 @@ class Undrawn(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """A graph, the device tensors that it reads its step from, and what it makes: `Drawn`, or logits [rows, V].
+    """A graph, the device tensors of its inputs, and its result: `Drawn`, or logits [rows, V].
 
-    ``name`` says of what it is, and for how many rows or tokens. ``kept``: what else it reads that nobody else keeps.
+    ``name`` has its kind and its number of rows or tokens. ``kept``: tensors that it reads and that have no other
+    reference.
     """
 
     name: str
@@ -69,19 +70,19 @@ class Captured(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Rows of a step, and the first of them among the rows that a graph computes."""
+    """Rows of a step, and the index of the first of them among the rows of a graph."""
 
     rows: slice
     first: int = 0
 
     @property
     def made(self) -> slice:
-        """Of what the graph makes."""
+        """Return the slice of the graph's result."""
         return slice(self.first, self.first + self.rows.stop - self.rows.start)
 
 
 class Part(NamedTuple):
-    """A graph that computes rows of a step, and what it is to read."""
+    """A graph that computes rows of a step, with its inputs."""
 
     captured: Captured
     inputs: tuple[np.ndarray, ...]
@@ -91,7 +92,7 @@ class Part(NamedTuple):
 class Padded(NamedTuple):
     """A step as a graph takes it: its shape, and what it reads.
 
-    ``known``: the graph, where one was looked up for these inputs, which are not all that others of its size read.
+    ``known``: The graph, if one was found for these inputs, which omit the attention plan of other graphs.
     """
 
     shape: StepShape
@@ -100,10 +101,10 @@ class Padded(NamedTuple):
 
 
 class StepGraphs:
-    """Captures and replays steps. A graph is valid while nothing it points to has moved (see `check`).
+    """Captures and replays steps. A graph is valid until a tensor that it reads moves (see `check`).
 
     Attributes:
-        steps: what graphs may hold.
+        steps: The padded steps that graphs may hold.
     """
 
     def __init__(self, executor: ModelExecutor, kv_cache: KVCache, state: RequestState, attention: AttentionInputs,
@@ -116,20 +117,20 @@ class StepGraphs:
         self._pool: Any = None  # dies with its last graph
         self._stream: torch.cuda.Stream | None = None
         self._mask_stream: torch.cuda.Stream | None = None
-        self._mask_words: torch.Tensor | None = None  # [rows, W] int32, which graphs read
+        self._mask_words: torch.Tensor | None = None  # [rows, W] int32, read by graphs
         self._model_signature: tuple | None = None
         self._nothing = torch.empty(0, dtype=torch.float32, device=self._device)
-        self._held: list[torch.Tensor] = []  # what the graphs read stays allocated, whoever re-points a parameter
+        self._held: list[torch.Tensor] = []  # keeps what graphs read allocated when a parameter gets new memory
         self._memory_signature: tuple | None = None
-        self._ready: tuple[StepPlan, Captured] | None = None  # the device has what this step reads
-        self._sent_lines: tuple[torch.cuda.CUDAGraph, np.ndarray] | None = None  # the last that went to such a graph
-        self._foreseen: tuple[StepPlan, Captured] | None = None  # the device has what this step will read
+        self._ready: tuple[StepPlan, Captured] | None = None  # the inputs of this step's graph are on the device
+        self._sent_lines: tuple[torch.cuda.CUDAGraph, np.ndarray] | None = None  # mask lines last sent, and their graph
+        self._foreseen: tuple[StepPlan, Captured] | None = None  # like `_ready`, for `undrawn`
         self.num_captured = 0
         self.num_dropped = 0
         executor.group.holds(self)
 
     def check(self) -> None:
-        """Drop the graphs if the model's tensors moved or other adapters are active than when they were captured."""
+        """Drop the graphs if the model's tensors moved or its active adapters changed since the last call."""
         tensors = self._tensors()
         signature = self._signature(tensors)
         if signature != self._model_signature:
@@ -138,11 +139,11 @@ class StepGraphs:
         self._held = aliases(tensors, self._held)
 
     def is_current(self) -> bool:
-        """False once a tensor of a module lies elsewhere, or another adapter is active, than at the last `check`."""
+        """Return whether no tensor of a module moved and no other adapter became active since the last `check`."""
         return self._model_signature == self._signature(self._tensors())
 
     def _signature(self, tensors: list[torch.Tensor]) -> tuple:
-        # Column by column: rows of a few hundred tensors take longer to make.
+        # Column by column: tuples of a few hundred tensors would take longer.
         return *(list(map(of, tensors)) for of in _PLACE), self._executor.state_key()
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -150,11 +151,11 @@ class StepGraphs:
         return watched([*parameters, *buffers, *self._executor.plain_tensors(), *self._executor.own_tensors()])
 
     def let_go(self) -> None:
-        """Keep the graphs, but none of the memory that they read, until `check` finds it all where it was."""
+        """Keep the graphs but not the memory that they read, until `check` finds all tensors in their places."""
         self._held = []
 
     def drop(self) -> None:
-        """Destroy all graphs, also those that a traceback still refers to; does not wait for one that runs."""
+        """Destroy all graphs, also graphs that a traceback still references; does not wait for a running graph."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
@@ -164,16 +165,16 @@ class StepGraphs:
 
     def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
                num_logits: int = 0) -> torch.Tensor | None:
-        """Replay a step and start the copy of its sampled tokens to `result` [R]; None where no graph holds it.
+        """Replay a step and start the copy of its sampled tokens to `result` [R]; returns None if no graph fits.
 
-        `logprobs`, as of `RequestState.sample`, receive log-probabilities. Returns the logits of the first
+        `logprobs`, as in `RequestState.sample`, receive log-probabilities. Returns the logits of the first
         `num_logits` rows, which are decode rows: [num_logits, V].
         """
         parts, logits = self._parts(plan, tuple(logprobs), with_logits=num_logits > 0), self._nothing
         if parts is None:
             return None
         for captured, inputs, places in parts:
-            # Fetched before the next replay: a graph that was captured earlier may use the memory of these tokens.
+            # Copied before the next replay: an earlier captured graph may reuse the memory of these tokens.
             self._send(captured, inputs)
             drawn = self._replay(captured)
             for place in places:
@@ -192,11 +193,11 @@ class StepGraphs:
         made: list[torch.Tensor] = []
         for captured, inputs, (place,) in parts:
             self._send(captured, inputs)
-            made.append(self._replay(captured)[place.made].clone())  # the next replay overwrites it
+            made.append(self._replay(captured)[place.made].clone())  # the next replay overwrites the result
         return made[0] if len(made) == 1 else torch.cat(made)
 
     def undrawn(self, plan: StepPlan) -> Undrawn | None:
-        """Replay a step of decode rows, all of which sample, up to the logits; None: no graph for it."""
+        """Replay a step of decode rows, all of which sample, up to the logits; returns None if no graph fits."""
         self._drop_if_moved()
         decodes = plan.num_decode_rows
         if decodes < len(plan.slots) or decodes > self.steps.sizes_of(plan)[-1]:
@@ -215,9 +216,9 @@ class StepGraphs:
         return Undrawn(captured.graph, rows, logits, decodes, memory)
 
     def foresee(self, plan: StepPlan) -> None:
-        """Send what `undrawn` of this plan, the next step, will read: behind a forward whose tokens are not drawn yet.
+        """Send the inputs of `undrawn` for this plan, the next step, after a forward whose tokens are not sampled yet.
 
-        Nothing where the step has no graph so far.
+        Has no effect if the step has no graph yet.
         """
         is_decode = len(plan.slots) == plan.num_decode_rows <= self.steps.decode_sizes[-1]
         if is_decode and self._memory() == self._memory_signature:
@@ -228,17 +229,17 @@ class StepGraphs:
                 self._foreseen = plan, captured
 
     def is_foreseen(self, plan: StepPlan) -> bool:
-        """Has the device what `undrawn` of this plan reads?"""
+        """Return whether the device has the inputs of `undrawn` for this plan."""
         return self._foreseen is not None and self._foreseen[0] is plan
 
     def draw(self, step: Undrawn, masks: HostMasks | None, stages: frozenset[str], result: torch.Tensor,
              logprobs: Mapping[str, torch.Tensor]) -> bool:
-        """Draw the tokens of a step of `undrawn`, as `launch` does, under masks of its rows; False: no graph does it.
+        """Sample the tokens of a step of `undrawn`, under masks of its rows; returns False if no graph can.
 
-        There is a graph of this for each graph up to the logits, since it reads them where that leaves them.
+        Each graph up to the logits has its own graph for this, which reads the logits where the first one leaves them.
         """
         if step.memory != (self._memory(), self.num_dropped):
-            return False  # the state has grown since, or the graph is gone
+            return False  # the state has grown since, or the graph was dropped
         lines, words = np.full(len(step.logits), -1, np.int32), self._room_for_masks()
         if masks is not None:
             self._send_words(masks.words, words[: len(masks.words)])
@@ -259,9 +260,9 @@ class StepGraphs:
         return True
 
     def _send_words(self, words: torch.Tensor, room: torch.Tensor) -> None:
-        """Bring masks [M, W] to where graphs read them, beside the forward that runs.
+        """Copy masks [M, W] to the memory that graphs read, on a second stream beside the running forward.
 
-        Nothing reads there now: the host knows the tokens that were drawn under the masks before.
+        No kernel reads that memory now: the host has the tokens sampled under the masks before.
         """
         if self._mask_stream is None:
             room.copy_(words)
@@ -271,13 +272,13 @@ class StepGraphs:
         torch.cuda.current_stream(self._device).wait_stream(self._mask_stream)
 
     def _room_for_masks(self) -> torch.Tensor:
-        """Where graphs read masks, of all rows: ``words`` of `TokenMasks`."""
+        """Return the memory of all rows' masks that graphs read: ``words`` of `TokenMasks`."""
         if self._mask_words is None:
             shape = self.steps.num_slots, -(-self._executor.num_logits // 32)
             self._mask_words = torch.empty(shape, dtype=torch.int32, device=self._device)
             if self._device.type == "cuda":
                 self._mask_stream = torch.cuda.Stream(self._device)
-                self._mask_stream.wait_stream(torch.cuda.current_stream(self._device))  # who had this memory before
+                self._mask_stream.wait_stream(torch.cuda.current_stream(self._device))  # earlier users of the memory
         return self._mask_words
 
     def _parts(self, plan: StepPlan, scored: tuple[str, ...] = (), *, with_logits: bool = False,
@@ -331,7 +332,7 @@ class StepGraphs:
         return {"stages": stages, "named": self._state.adapters.any_named(slots)}
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
-        """Replay a step of decode rows up to the logits [R, V]; None: no graph for it."""
+        """Replay a step of decode rows up to the logits [R, V]; returns None if no graph fits."""
         self._drop_if_moved()
         decodes = plan.num_decode_rows
         if not decodes or decodes < len(plan.slots) or decodes > self.steps.decode_sizes[-1]:
@@ -347,7 +348,7 @@ class StepGraphs:
         return self._replay(self._ready[1])[:decodes].clone()
 
     def make_ready(self, plan: StepPlan) -> None:
-        """Send what `logits` of this plan will read, behind the step that runs; nothing where it has no graph yet."""
+        """Send the inputs of `logits` for this plan during the running step; has no effect without a captured graph."""
         self._drop_if_moved()
         padded = self._decode_rows(plan, "logits")
         captured = self._present(padded)
@@ -356,11 +357,11 @@ class StepGraphs:
             self._ready = plan, captured
 
     def is_ready(self, plan: StepPlan) -> bool:
-        """Has the device what `logits` of this plan reads, and did no other step run since?"""
+        """Return whether the device has the inputs of `logits` for this plan and no other step ran since."""
         return self._ready is not None and self._ready[0] is plan
 
     def _memory(self) -> tuple:
-        """Other where what graphs read lies elsewhere."""
+        """Return a signature that changes whenever memory that graphs read has moved."""
         size = self._cache.num_blocks if self._attention.backend.knows_pool_size else 0
         return self._state.version, self._state.edits.generation, self._cache.version, size
 
@@ -371,7 +372,7 @@ class StepGraphs:
             if self.steps.num_slots != self._state.num_slots:
                 self._mask_words = None
                 self.steps.use_slots()
-            self._memory_signature = signature  # last: after an interrupt all of it comes again
+            self._memory_signature = signature  # last, so that an interrupted call is repeated
 
     def _decode_rows(self, plan: StepPlan, kind: Kind, scored: tuple[str, ...] = (),
                      with_logits: bool = False) -> Padded:
@@ -411,7 +412,7 @@ class StepGraphs:
         return self._captured[key]
 
     def _send(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> None:
-        """The first of what it reads, or all."""
+        """Copy arrays to the first inputs of a graph."""
         self._ready = None
         for tensor, array in zip(captured.inputs[: len(inputs)], inputs, strict=True):
             tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
@@ -423,40 +424,40 @@ class StepGraphs:
         return captured.result
 
     def _capture(self, run: partial, arrays: tuple[np.ndarray, ...], name: str) -> Captured | None:
-        """Run on this step's inputs once, which compiles what is missing and is repeated by the replay; record it.
+        """Run once on this step's inputs, which compiles missing kernels and is repeated by the replay; then record.
 
-        None where the device has no memory for it (a graph keeps memory for itself, the eager step shares what there
-        is), or the model does what no graph can hold.
+        Returns None if the device lacks memory (a graph keeps its memory, eager steps share theirs), or if the model
+        does what a graph cannot hold.
         """
         inputs = tuple(upload(array, self._device) for array in arrays)
         stream, current = self._own_stream(), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
-                # Here: after a first run on another stream the replays of nano were 2 % slower.
+                # On this stream: after a first run on another one, replays of small models were 2 % slower.
                 num_rows = len(np.setdiff1d(arrays[0][0], self._state.padding_slot))
                 self._run_compiled(partial(run, *inputs), num_rows)
                 with capture_lock(self._device):
                     return self._record(run, inputs, name)
         except torch.OutOfMemoryError:
-            if self._executor.group.is_parallel:  # the other ranks would wait in collectives that never come
+            if self._executor.group.is_parallel:  # the other ranks would wait in collectives for ever
                 raise
             return None
         finally:
-            current.wait_stream(stream)  # also after an error: what was enqueued there writes blocks and history
+            current.wait_stream(stream)  # also after an error: enqueued work writes blocks and history
 
     def _run_compiled(self, run: Callable[[], object], num_rows: int) -> None:
-        """`run()`, its kernels compiled side by side, and behind them those that decoding its rows will need."""
-        if self._executor.group.is_parallel:  # ranks may miss other kernels, and would wait for each other
+        """Call `run()` with its kernels compiled in parallel, then compile what decoding its rows will need."""
+        if self._executor.group.is_parallel:  # ranks may miss different kernels and would wait for each other
             run()
         else:
             compiled_together(run, self.steps.coming(num_rows))
 
     def _own_stream(self) -> torch.cuda.Stream:
-        """The one this engine captures on, or takes over from an engine that is gone.
+        """Return the stream on which this engine captures, new or from an engine that was deleted.
 
-        Graphs hold the cuBLAS workspace of their stream (32 MiB on Hopper, kept by torch for good), and products that
-        share one while they run beside each other spoil each other: no two engines use one stream.
+        Graphs hold the cuBLAS workspace of their stream (32 MiB on Hopper, never freed by torch), and products that
+        share a workspace corrupt each other if they run at the same time: no two engines use one stream.
         """
         if self._stream is None:
             free, _ = captures(self._device)
@@ -465,8 +466,8 @@ class StepGraphs:
             except IndexError:
                 stream = torch.cuda.Stream(self._device)
             else:
-                with capture_lock(self._device):  # a capture in another thread would end with an error
-                    torch.cuda.synchronize(self._device)  # the other's last replay may still run
+                with capture_lock(self._device):  # synchronizing would break a capture in another thread
+                    torch.cuda.synchronize(self._device)  # the former engine's last replay may still run
             self._stream = stream
             weakref.finalize(self, free.append, self._stream)
         return self._stream
@@ -475,19 +476,19 @@ class StepGraphs:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
-        self._executor.captured_tensors()  # of a capture that an error ended
-        # Not torch.cuda.graph(): it collects garbage and empties the cache at every capture.
+        self._executor.captured_tensors()  # discards tensors of a failed capture
+        # Not torch.cuda.graph(), which collects garbage and empties the cache at every capture.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
             result = run(*inputs)
         except BaseException as error:
-            with suppress(RuntimeError):  # the first error is the one to see
+            with suppress(RuntimeError):  # the original error is the one to report
                 graph.capture_end()
-            graph.reset()  # now, where it goes on without: `_graphs` keeps the object until the next drop
-            # A pool that a broken capture recorded to takes no other: later graphs get a new one.
+            graph.reset()  # now: `_graphs` keeps the object until the next drop
+            # A pool of a failed capture accepts no other capture.
             self._pool = None
-            parallel = self._executor.group.is_parallel  # ranks have to do the same
-            if isinstance(error, RuntimeError) and not parallel:  # the first run passed: only a graph does not hold it
+            parallel = self._executor.group.is_parallel  # all ranks have to act alike
+            if isinstance(error, RuntimeError) and not parallel:  # the first run passed, so only capturing fails
                 return None
             raise
         graph.capture_end()

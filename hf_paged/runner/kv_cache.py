@@ -1,4 +1,4 @@
-"""The KV pool's memory: per layer one tensor for K and one for V, and how many blocks may be had."""
+"""Memory of the KV pool, one tensor for K and one for V per layer, and its size in blocks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class KVCache:
     """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim].
 
     Args:
-        max_blocks: it may grow to so many, in addresses that are reserved for them where the device can do that; it
-            then grows without moving, and its memory goes and comes back (`release`). None, or where the device
-            cannot: the tensors are torch's, and move when they grow.
+                max_blocks: Maximum size; if the device supports virtual memory, addresses are reserved for it, so that
+                    the cache grows without moving and can release and restore its memory. If None, or without virtual
+                    memory, the tensors are torch's and move when they grow.
 
-    Raises:
-        torch.OutOfMemoryError: too little memory is free.
+        Raises:
+            torch.OutOfMemoryError: If too little memory is free.
     """
 
     def __init__(self, spec: KVSpec, block_size: int, num_blocks: int, max_blocks: int | None = None) -> None:
         self.spec = spec
         self.block_size = block_size
         self.num_blocks = 0
-        self.version = 0  # counts moves of the memory
+        self.version = 0  # number of moves of the memory
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._memory: VirtualMemory | None = None
         if max_blocks is not None:
@@ -41,15 +41,15 @@ class KVCache:
 
     @property
     def keeps_addresses(self) -> bool:
-        """Does it grow without moving, and come back to where it was after `release`?"""
+        """Return whether the cache grows in place and returns to its addresses after `release`."""
         return self._memory is not None
 
     def grow(self, num_blocks: int) -> None:
-        """Enlarge to `num_blocks`, content kept; in place, or one tensor at a time: the peak is one above the end.
+        """Enlarge to `num_blocks` and keep the content, in place or tensor by tensor (the peak is one tensor more).
 
         Raises:
-            torch.OutOfMemoryError: too little memory is free; what was there stays.
-            DriverError: the driver refused.
+            torch.OutOfMemoryError: If too little memory is free; the cache is unchanged.
+            DriverError: If the driver refuses.
         """
         if self._memory is not None:
             self._back(self._memory, num_blocks)
@@ -59,23 +59,23 @@ class KVCache:
             for j in range(2):
                 old = self.layers[i][j]
                 new = self._empty(num_blocks)
-                new[: self.num_blocks] = old[: self.num_blocks]  # an earlier growth may have stopped half-way
+                new[: self.num_blocks] = old[: self.num_blocks]  # a failed growth may have enlarged some tensors
                 self.layers[i] = (new, self.layers[i][1]) if j == 0 else (self.layers[i][0], new)
                 del old
         self.num_blocks = num_blocks
 
     def release(self) -> None:
-        """Give the memory back and keep the addresses, to which `grow` brings memory again; what was in it is gone.
+        """Release the memory but keep the addresses, which `grow` backs with memory again; the content is lost.
 
         Raises:
-            DriverError: the driver did not take all of it back.
+            DriverError: If the driver did not release all of it.
         """
         assert self._memory is not None, "only what keeps its addresses can come back to them"
         self.layers, self.num_blocks = [], 0
         self._memory.release()
 
     def close(self) -> None:
-        """Give memory and addresses back, before it is garbage."""
+        """Release memory and addresses."""
         self.layers, self.num_blocks = [], 0
         if self._memory is not None:
             self._memory.close()
@@ -88,7 +88,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Return the number of bytes allocated."""
         if self._memory is not None:
             return self._memory.nbytes
         return self.num_blocks * self.spec.block_bytes(self.block_size)
@@ -121,13 +121,13 @@ class KVCache:
 
 
 def blocks_within(spec: KVSpec, block_size: int, nbytes: int) -> int:
-    """Blocks that a pool of so many bytes has, where each of its tensors takes whole pieces of the device's memory."""
+    """Return the number of blocks in a pool of `nbytes`, whose tensors each take whole pages of device memory."""
     unit = _granularity(spec)
     return max(0, nbytes) // (2 * spec.num_layers) // unit * unit // _tensor_block_bytes(spec, block_size)
 
 
 def filled(spec: KVSpec, block_size: int, num_blocks: int) -> int:
-    """The most blocks, at least `num_blocks`, that take no more memory than those."""
+    """Return the largest number of blocks that takes no more memory than `num_blocks`."""
     unit, block = _granularity(spec), _tensor_block_bytes(spec, block_size)
     return -(-num_blocks * block // unit) * unit // block
 

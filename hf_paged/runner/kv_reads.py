@@ -1,4 +1,4 @@
-"""How much of the KV cache the rows of all steps read, and how much they would have without groups."""
+"""Count of KV bytes that attention reads over all steps, and of bytes that prefix groups save."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from hf_paged.models import KVSpec
 
 
 class KVReads:
-    """Bytes of K and V over all layers of this rank, counted step by step; they go on where a new pool is made.
+    """Bytes of K and V over all layers of this rank, counted per step; the counts continue with a new pool.
 
     Attributes:
-        num_bytes: What attention read for rows of one new token, and for prompts as if each read what it sees once:
-            every position of a row in every layer, and of a layer with a sliding window the positions inside of it.
-        num_saved_bytes: What it read for another row of the same group, and not again; layers with a window count
-            nothing.
+        num_bytes: Bytes that attention read. A row counts each position that it attends to once per layer, in a layer
+            with a sliding window only positions inside the window; a prompt counts as if it read each position once.
+        num_saved_bytes: Bytes that were read once for several rows of a group; layers with a window are not counted.
     """
 
     def __init__(self) -> None:
@@ -27,18 +26,18 @@ class KVReads:
         self._num_full_layers = 0
 
     def use(self, spec: KVSpec, windows: Iterable[int | None]) -> None:
-        """From now on steps are of a model of this shape, whose layers have these windows (None: all positions)."""
+        """Set the shape of the model and the sliding windows of its layers (None: all positions)."""
         self._position_bytes = 2 * spec.num_kv_heads * spec.head_dim * spec.cache_dtype.itemsize
         by_window = Counter(windows)
         self._num_layers, self._num_full_layers = list(by_window.items()), by_window[None]
 
     def count(self, start: np.ndarray, num_new: np.ndarray, saved_positions: int) -> None:
-        """Rows of a step were launched.
+        """Add the rows of a launched step.
 
         Args:
             start: int32 [R], positions of their first new tokens.
-            num_new: int32 [R], new tokens.
-            saved_positions: What groups of these rows did not read again, in positions of one layer without a window.
+            num_new: int32 [R], numbers of new tokens.
+            saved_positions: Positions that groups saved, in one layer without a window.
         """
         num_positions, num_tokens = 0, int(np.add.reduce(num_new, dtype=np.int64))
         for window, num_layers in self._num_layers:

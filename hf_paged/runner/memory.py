@@ -1,4 +1,4 @@
-"""How many KV blocks there is room for: by a real warm-up pass where the device is ours, by arithmetic where not."""
+"""Number of KV blocks that fit: from a real warm-up step on an owned device, by arithmetic on a shared one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hf_paged.runner.padded_steps import PaddedSteps
 from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
 
-# On a CPU there is no budget to read off the device: the pool may take this much, and takes it page by page.
+# The limit on a CPU, which has no memory budget; the pool takes it page by page.
 CPU_KV_CACHE_BYTES = 1 << 30
-# Graphs keep a step's memory besides what eager steps share, and more where small ones were captured first.
+# Graphs keep their memory beside that of eager steps, and more if small ones were captured first.
 _STEPS_IN_MEMORY = {False: 3, True: 1}
 
 
 def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_model_len: int, *,
                       held_blocks: int) -> int:
-    """Most blocks that an enabled model's pool may have, of which it holds `held_blocks` now. Allocates nothing.
+    """Return the maximum number of blocks of an enabled model's pool that has `held_blocks` now; allocates nothing.
 
-    On CUDA: total * gpu_memory_utilization - what is in use besides the pool - an upper bound of one step, where
-    memory that torch has cached but does not use counts as free, and copies of weights that will be made and tables
-    that may grow do not. On a CPU: `CPU_KV_CACHE_BYTES`.
+    On CUDA: total * gpu_memory_utilization - used memory besides the pool - an upper bound of one step. Memory that
+    torch has cached but does not use counts as free; future copies of weights and growth of tables count as used. On a
+    CPU: `CPU_KV_CACHE_BYTES`.
     """
     if spec.device.type != "cuda":
         return _cpu_num_blocks(spec, config, max_model_len)
@@ -45,7 +45,7 @@ def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig
 
 
 def most_blocks_ever(spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
-    """No pool on this device will have more blocks, however empty the device becomes."""
+    """Return an upper bound of any pool's blocks on this device, however much memory becomes free."""
     most = _most_useful(config, max_model_len)
     if spec.device.type == "cuda":
         most = min(most, torch.cuda.mem_get_info(spec.device)[1] // spec.block_bytes(config.block_size))
@@ -53,11 +53,11 @@ def most_blocks_ever(spec: KVSpec, config: PagedConfig, max_model_len: int) -> i
 
 
 def owned_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
-    """Blocks for a `PagedGenerator`: total * gpu_memory_utilization - in use - (peak - current) of the largest step -
-    the tables of running requests.
+    """Return the blocks of a `PagedGenerator`: total * gpu_memory_utilization - used - (peak - current) of the largest
+    step - the tables of running requests.
 
     Raises:
-        RuntimeError: not even two blocks are left.
+        RuntimeError: If fewer than two blocks are left.
     """
     if spec.device.type != "cuda":
         return _cpu_num_blocks(spec, config, max_model_len)
@@ -74,14 +74,13 @@ def owned_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
 
 
 def table_bytes(config: PagedConfig, max_model_len: int) -> int:
-    """What `RequestState` may come to take for token history and block tables: with the longest sequences."""
+    """Return the maximum bytes of token history and block tables in `RequestState`."""
     columns = max_model_len + -(-max_model_len // config.block_size)
     return (config.max_num_seqs + 1) * columns * torch.int32.itemsize
 
 
 class MemoryPlan(NamedTuple):
-    """What the memory of a device would be used for, in bytes but for `num_blocks`. Of a CPU ``free`` and ``total``
-    are None."""
+    """Planned memory use of a device, in bytes except for `num_blocks`; ``free`` and ``total`` are None for a CPU."""
 
     free: int | None
     total: int | None
@@ -92,9 +91,9 @@ class MemoryPlan(NamedTuple):
 
 def planned(executor: ModelExecutor, config: PagedConfig, max_model_len: int, device: torch.device,
             weights: int) -> MemoryPlan:
-    """The plan of a `PagedGenerator` on ``device``, for a model of ``weights`` bytes that does not lie there yet.
+    """Return the plan of a `PagedGenerator` on ``device``, for a model of ``weights`` bytes that is not loaded yet.
 
-    A step's bytes are estimated here, and measured by `owned_num_blocks`. Fewer than two blocks: it does not fit.
+    A step's bytes are estimated; `owned_num_blocks` measures them. With fewer than two blocks the model does not fit.
     """
     spec = executor.kv_spec()._replace(device=device)
     steps = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
@@ -118,14 +117,14 @@ def _blocks_left(spec: KVSpec, config: PagedConfig, max_model_len: int, free: in
 
 
 def rehearse(executor: ModelExecutor, config: PagedConfig, max_model_len: int) -> None:
-    """Run the largest step as `owned_num_blocks` does, for its kernels to be compiled, and keep nothing of it."""
+    """Run the largest step as `owned_num_blocks` does, to compile its kernels; keeps no memory."""
     _largest_step(executor, executor.kv_spec(), config, max_model_len)()
     executor.release()
     torch.cuda.empty_cache()
 
 
 def _warm_up(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
-    """Run the largest step; returns the bytes it took at its peak beyond what stays."""
+    """Run the largest step; returns its peak bytes beyond what stays allocated."""
     run = _largest_step(executor, spec, config, max_model_len)
     torch.cuda.synchronize(spec.device)
     torch.cuda.reset_peak_memory_stats(spec.device)
@@ -136,7 +135,7 @@ def _warm_up(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_mod
 
 def _largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
                   max_model_len: int) -> Callable[[], object]:
-    """What runs it on a throw-away pool and waits for its end."""
+    """Return a function that runs the largest step on a temporary pool and waits for its end."""
     length = max(1, min(config.max_num_batched_tokens // config.max_num_seqs, max_model_len - 1))
     num_blocks = config.max_num_seqs * -(-(length + 1) // config.block_size) + 1
     scheduler = Scheduler(SchedulerConfig(
@@ -152,7 +151,7 @@ def _largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
                          max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
                          max_num_batched_tokens=config.max_num_batched_tokens,
                          attention_backend=config.attention_backend)
-    # Every option of the sampler at once.
+    # All options of the sampler together, for the largest memory use.
     parameters = SlotParameters(do_sample=True, temperature=0.7, top_k=50, top_p=0.9, min_p=0.05, max_length=length + 1)
     runner.prepare()
     launch = partial(runner.launch, plan, [parameters] * len(plan.admitted))
@@ -168,5 +167,5 @@ def _cpu_num_blocks(spec: KVSpec, config: PagedConfig, max_model_len: int) -> in
 
 
 def _most_useful(config: PagedConfig, max_model_len: int) -> int:
-    """Blocks beyond which even `max_num_seqs` sequences of full length leave some free, and the null block."""
+    """Return the blocks of `max_num_seqs` sequences of full length, and the null block; more would stay free."""
     return config.max_num_seqs * -(-max_model_len // config.block_size) + 1

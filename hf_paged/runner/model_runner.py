@@ -1,4 +1,4 @@
-"""Turns a step plan into device work and, later, into tokens. Nothing in `launch` waits for the device."""
+"""Runs step plans on the device and returns tokens later. `launch` never waits for the device."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ Result = TypeVar("Result")
 
 
 class Unsampled(NamedTuple):
-    """The rows of a launched step that `ModelRunner.sample` is to draw tokens of, for which masks are still to come.
+    """Rows of a launched step whose tokens `ModelRunner.sample` will sample, once their masks are known.
 
     ``logits`` [n, V] (a rank's columns) of the rows ``rows`` of R; ``slots`` and ``positions`` [n] int64 on the host;
-    ``stages`` of logits editing. ``result`` [R] and ``logprobs`` {kind: [R]} on the host, of which the first are
-    others' rows. ``undrawn``: the same step where a graph may draw the tokens.
+    ``stages`` of logits editing. ``result`` [R] and ``logprobs`` {kind: [R]} on the host include the lockstep rows in
+    front. ``undrawn``: the same step, if a graph may sample the tokens.
     """
 
     logits: torch.Tensor
@@ -54,15 +54,14 @@ class Unsampled(NamedTuple):
 class StepHandle(NamedTuple):
     """A launched step. ``tokens`` [R] int64 on the host, valid once ``done`` (None on a CPU) has passed.
 
-    As far as they were wanted also, float32: ``logprobs``, as of `RequestState.sample`, undefined for rows that sample
-    nothing, and ``prompt_logprobs`` of the tokens of ``spans``, one span after the other, with ``prompt_tops``, a `Top`
-    of each.
+    If requested also, in float32: ``logprobs``, as in `RequestState.sample`, undefined for rows that do not sample, and
+    ``prompt_logprobs`` of the tokens of ``spans``, one span after the other, with a `Top` each in ``prompt_tops``.
 
-    ``heard`` [1] int64, of a sharded model: not 0 where rank 0 has something to say (`hf_paged.engine.commands`).
+    ``heard`` [1] int64, of a sharded model: nonzero if rank 0 has a command to send (`hf_paged.engine.commands`).
 
-    ``logits`` [N, V], on the device, of the rows of others that joined the step.
+    ``logits`` [N, V], on the device, of the lockstep rows that joined the step.
 
-    ``unsampled``: its tokens are not drawn before `ModelRunner.sample`, which makes a handle without it of this one.
+    ``unsampled``: rows whose tokens `ModelRunner.sample` still has to sample; it returns a handle without them.
     """
 
     tokens: torch.Tensor
@@ -76,27 +75,27 @@ class StepHandle(NamedTuple):
     prompt_tops: torch.Tensor | None = None
 
     def wait(self) -> np.ndarray:
-        """Sampled tokens [R], int64; -1 where a row's logits were invalid, undefined for rows that sample nothing."""
+        """Return sampled tokens [R] int64; -1 for invalid logits, undefined for rows that do not sample."""
         if self.done is not None:
             self.done.synchronize()
         return self.tokens.numpy()
 
 
 class Computed(NamedTuple):
-    """A step before its logits: ``hidden`` [T, hidden_size], where each row's tokens begin [R + 1], and
-    `StepContext.adapters`; of all its tokens, or as if the last of each row were all."""
+    """A step before its logits: ``hidden`` [T, hidden_size], the first token of each row and the end [R + 1], and
+    `StepContext.adapters`; of all tokens, or of the last token of each row only."""
 
     hidden: torch.Tensor
     query_start: np.ndarray
     adapters: torch.Tensor | None
 
     def at(self, tokens: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states and adapters of some tokens."""
+        """Return hidden states and adapters of some tokens."""
         return self.hidden[tokens], None if self.adapters is None else self.adapters[tokens]
 
 
 class ModelRunner:
-    """Owns what lives on the device: the KV pool, the state of the running requests, the captured steps."""
+    """Owner of what is on the device: the KV pool, the state of the running requests, the captured steps."""
 
     def __init__(self, executor: ModelExecutor, spec: KVSpec, *, block_size: int, num_blocks: int, max_num_seqs: int,
                  max_model_len: int, max_num_batched_tokens: int, attention_backend: str,
@@ -115,19 +114,19 @@ class ModelRunner:
         self.reads = KVReads() if reads is None else reads
         self.attention = AttentionInputs(backend, spec, self.state, max_model_len)
         self.look_at_windows()
-        self._stream: torch.cuda.Stream | None = None  # of the last step
+        self._stream: torch.cuda.Stream | None = None  # stream of the last step
         self.graphs = None
         if use_graphs and spec.device.type == "cuda" and not backend.waits:
             self.graphs = StepGraphs(executor, self.cache, self.state, self.attention, max_num_batched_tokens)
 
     def look_at_windows(self) -> None:
-        """How far the layers see has changed."""
+        """Apply the sliding windows of the layers after they may have changed."""
         windows = self.executor.windows()
         self.reads.use(self.spec, windows)
         self.attention.use_windows(windows)
 
     def prepare(self) -> None:
-        """Between idle and busy: let the executor renew what it keeps, and drop graphs that point to other memory."""
+        """Renew what the executor caches and drop outdated graphs, when an idle engine gets requests."""
         self.state.adapters.use_entries(self.executor.name_rows())
         with capture_lock(self.device):
             self.executor.prepare(self.max_model_len)
@@ -135,10 +134,10 @@ class ModelRunner:
             self.graphs.check()
 
     def release(self) -> None:
-        """Give the pool's memory back and hold no other's; graphs and the request state stay for its return.
+        """Release the pool's memory and references to other memory; keeps graphs and the request state.
 
         Raises:
-            DriverError: the driver did not take all of it back.
+            DriverError: If the driver did not release all of it.
         """
         if self.graphs is not None:
             self.graphs.let_go()
@@ -146,11 +145,11 @@ class ModelRunner:
         self.cache.release()
 
     def is_current(self) -> bool:
-        """False where `prepare` would change what a step computes."""
+        """Return whether `prepare` would not change what a step computes."""
         return self.executor.is_current() and (self.graphs is None or self.graphs.is_current())
 
     def grow_slots(self, num_slots: int) -> int:
-        """Raise the number of slots to this, if there is memory for it; returns the number there is now."""
+        """Raise the number of slots if memory allows; returns the resulting number."""
         if num_slots > self.state.num_slots:
             with suppress(torch.OutOfMemoryError):
                 self.state.grow(num_slots)
@@ -158,13 +157,13 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING,
                joining: Seq[StepPlan] = ()) -> StepHandle:
-        """Enqueue one step. Prompts are scored by eager steps.
+        """Enqueue one step. Steps that score prompts run eagerly.
 
         Args:
-            plan: of the scheduler.
-            parameters: of `plan.admitted`, in order.
-            wanted: log-probabilities to bring.
-            joining: decode rows of others, which end at the logits.
+            plan: The scheduler's plan.
+            parameters: Settings of `plan.admitted`, in order.
+            wanted: Log-probabilities to compute.
+            joining: Plans of lockstep decode rows, which end at the logits.
         """
         first = sum(len(rows.slots) for rows in joining)
         plan = plan.behind(joining) if first else plan
@@ -191,21 +190,21 @@ class ModelRunner:
 
     def _eagerly(self, plan: StepPlan, first: int, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor], *,
                  every_token: bool) -> tuple[Computed, torch.Tensor | None]:
-        """A step without graphs, and the logits of its first rows, if any; it comes to the same when it is repeated."""
+        """Run a step without graphs, with the logits of its first rows, if any; repeating it gives the same result."""
         computed = self._hidden_states(plan, every_token=every_token)
         logits = self.executor.logits(*computed.at(slice(0, first))) if first else None
         self._sample(plan, computed, result, logprobs)
         return computed, logits
 
     def _compiled(self, run: Callable[[], Result], plan: StepPlan) -> Result:
-        """`run()` of an eager step, its kernels compiled side by side, and behind them those of decoding its rows."""
+        """Call `run()` with its kernels compiled in parallel, then compile the kernels of decoding its rows."""
         if self.device.type != "cuda" or self.executor.group.is_parallel:
             return run()
         return compiled_together(run, () if self.graphs is None else self.graphs.steps.coming(len(plan.slots)))
 
     def launch_unsampled(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING,
                          joining: Seq[StepPlan] = ()) -> StepHandle:
-        """`launch` of a step some row of which samples, up to the logits: `sample` goes on."""
+        """Launch a step, some rows of which sample, up to the logits; `sample` completes it."""
         first = sum(len(rows.slots) for rows in joining)
         plan = plan.behind(joining) if first else plan
         if self.graphs is None or not self.graphs.is_foreseen(plan):
@@ -240,19 +239,19 @@ class ModelRunner:
                           unsampled, tops)
 
     def foresee(self, plan: StepPlan) -> None:
-        """Send what a launch of this plan, the next, needs, while the step before it waits for masks of its tokens.
+        """Send the inputs of this plan, the next to launch, while the current step waits for token masks.
 
-        Only of a step without new rows: the others' slots may be in use until those tokens are drawn.
+        Only for a step without new rows: a new row's slot may be in use until the current tokens are sampled.
         """
         if self.graphs is not None and not plan.admitted and plan.drafts is None:
             self._update_state(plan, [])
             self.graphs.foresee(plan)
 
     def sample(self, handle: StepHandle, masks: HostMasks | None) -> StepHandle:
-        """Enqueue what is left of a step of `launch_unsampled`, before any other step.
+        """Enqueue the sampling of a step of `launch_unsampled`, before any other step.
 
         Args:
-            masks: of the rows of the plan that sample, in order; None: no row has one.
+            masks: Masks of the rows of the plan that sample, in order; None if no row has one.
         """
         assert handle.unsampled is not None
         self.follow_stream()
@@ -273,7 +272,7 @@ class ModelRunner:
         return made._replace(prompt_tops=handle.prompt_tops)
 
     def logits(self, plan: StepPlan, parameters: list[SlotParameters], *, of_every_token: bool = False) -> torch.Tensor:
-        """Enqueue one step that ends at the logits [N, V]: of the rows that sample, or of all tokens, in order."""
+        """Enqueue one step up to the logits [N, V]: of the rows that sample, or of all tokens, in order."""
         if self.graphs is not None and self.graphs.is_ready(plan):
             self.follow_stream()
         else:
@@ -293,7 +292,7 @@ class ModelRunner:
         return logits
 
     def _begin(self, plan: StepPlan, parameters: list[SlotParameters]) -> None:
-        """Bring the requests' state up to a step that samples."""
+        """Update the requests' state for a step that samples."""
         self._update_state(plan, parameters)
         if plan.drafts is not None:
             guessed = np.flatnonzero(plan.drafts >= 0)
@@ -302,12 +301,12 @@ class ModelRunner:
             self.state.set_tokens(slots, places, tokens[:, None])
 
     def _room_on_host(self, rows: int, wanted: Wanted) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Where a step's tokens, and what is wanted of them, will be."""
+        """Allocate host tensors for a step's tokens and log-probabilities."""
         logprobs = {name: self._on_host(shape_of(name, rows), torch.float32) for name in wanted.sampled}
         return self._on_host(rows, torch.int64), logprobs
 
     def make_ready(self, plan: StepPlan) -> None:
-        """Send what `logits` of a decode plan needs besides the tokens, while the device runs another step."""
+        """Send the inputs of `logits` for a decode plan, except the tokens, while the device runs another step."""
         if self.graphs is not None:
             self._update_state(plan, [])
             self.graphs.make_ready(plan)
@@ -320,7 +319,7 @@ class ModelRunner:
         self.state.update_blocks(*plan.block_updates)
 
     def follow_stream(self) -> None:
-        """Run after the last step, which another thread may have launched on a stream of its own."""
+        """Order this step after the last one, which another thread may have launched on another stream."""
         if self.device.type != "cuda":
             return
         current = torch.cuda.current_stream(self.device)
@@ -329,7 +328,7 @@ class ModelRunner:
         self._stream = current
 
     def _hidden_states(self, plan: StepPlan, *, every_token: bool) -> Computed:
-        """Hidden states of every token, or of the last of each row."""
+        """Compute hidden states of every token, or of the last token of each row."""
         num_new = plan.num_new_tokens
         query_start = np.zeros(len(num_new) + 1, dtype=np.int32)
         np.cumsum(num_new, out=query_start[1:])
@@ -338,7 +337,7 @@ class ModelRunner:
 
         parts, ends = self.attention.parts(plan, query_start, slot_mapping, ends=not every_token)
         adapters = self.state.adapters.of(token_slots) if self.state.adapters.any_named(plan.slots) else None
-        # Of guesses, and of prompts that share a prefix, a later row reads what an earlier one writes.
+        # With drafts, and with prompts that share a prefix, a later row reads KV that an earlier row writes.
         decodes_alone = plan.num_decode_rows == len(plan.slots) and plan.drafts is None
         at_once = decodes_alone and self.executor.may_run_at_once(len(num_new), plan.start)
         step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters, at_once,
@@ -350,7 +349,7 @@ class ModelRunner:
         return Computed(hidden, np.arange(len(query_start), dtype=np.int32), of_rows)
 
     def _count_reads(self, plan: StepPlan) -> None:
-        """The step is enqueued."""
+        """Count the KV reads of an enqueued step."""
         start, num_new, decodes = plan.start, plan.num_new_tokens, plan.num_decode_rows
         if decodes:
             self.reads.count(start[:decodes], num_new[:decodes], self.attention.saved_positions)
@@ -379,7 +378,7 @@ class ModelRunner:
 
     def _score_prompts(self, plan: StepPlan, computed: Computed, spans: list[PromptSpan],
                        top: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities of the spans' tokens, and the likeliest in their places, on their way to the host."""
+        """Compute log-probabilities of the spans' tokens and the likeliest tokens, and start their copy to the host."""
         starts = computed.query_start
         columns = [
             (np.arange(starts[row], starts[row] + count), np.full(count, plan.slots[row]),
@@ -398,8 +397,8 @@ class ModelRunner:
         return self._on_host(len(known), torch.float32).copy_(known, non_blocking=True), tops
 
     def _fetch(self, values: torch.Tensor, rows: np.ndarray, result: torch.Tensor) -> None:
-        """Start the copy of ``values`` [len(rows), ...] to their places in ``result`` [R, ...] on the host, -1
-        elsewhere."""
+        """Start the copy of ``values`` [len(rows), ...] to ``rows`` of ``result`` [R, ...] on the host, with -1 in
+        other rows."""
         if len(rows) < len(result):
             every = torch.full(result.shape, -1, dtype=values.dtype, device=self.device)
             values = every.index_copy_(0, upload(rows, self.device), values)
@@ -410,7 +409,7 @@ class ModelRunner:
 
     def _handle(self, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor], scored: torch.Tensor | None = None,
                 spans: tuple[PromptSpan, ...] = (), logits: torch.Tensor | None = None) -> StepHandle:
-        """A handle on what is on its way to the host."""
+        """Make a handle of results whose copies to the host are under way."""
         heard = None
         if self.sharded is not None:
             heard = self._on_host(1, torch.int64).copy_(self.sharded.heard, non_blocking=True)

@@ -1,6 +1,6 @@
-"""Steps as graphs hold them: decode rows, prompts, or both together, padded to one of few sizes.
+"""Steps in the form that graphs hold: decode rows, prompts, or both together, padded to one of few sizes.
 
-Here is what they read, as arrays on the host, and what they compute, from token ids to sampled tokens or logits.
+This module makes their input arrays on the host, and has their computation from token ids to tokens or logits.
 Padding rows have length 0 and a slot of their own.
 """
 
@@ -35,26 +35,26 @@ from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
 from hf_paged.scheduler.drafts import MOST_GUESSING_ROWS
 
-# Prompts of more operations keep a GPU longer than their launches keep the host: nothing to gain from a graph, and one
+# With more operations prompts keep a GPU busy longer than their launches keep the host: a graph gains nothing, and one
 # forward of decode rows and prompts reads the weights once.
 _PROMPT_FLOPS = 17e12
-# Padding that costs more than this is not worth the launches that it saves.
+# Padding with more operations costs more than the launches that a graph saves.
 _WASTED_FLOPS = 5e12
 _MOST_PROMPT_ROWS = 256
-# Up to here a graph has a size of its own: the head's product with as many rows as it may have takes 1 % of a step.
+# Up to this number there is a separate padded size: the head over the maximum of rows takes 1 % of a step.
 _FEW_PROMPT_ROWS = 32
-# From here on decode rows go with the prompts: their products cost next to nothing beside as many tokens. Shorter
-# prompts come and go in more sizes than are worth a graph for each number of decode rows.
+# From here on decode rows and prompts share a graph, since decode rows add little to so many tokens. Shorter prompts
+# have too many sizes for a graph per number of decode rows.
 _MIXED_TOKENS = 1024
-# Padded rows of steps with guesses, whose number changes from step to step: few sizes, since each is captured once.
+# Padded rows of steps with drafts, whose number varies from step to step: few sizes, since each is captured once.
 _GUESSING_SIZES = np.array(sorted([48, 96, *(1 << i for i in range(8))]))
 assert _GUESSING_SIZES[-1] == MOST_GUESSING_ROWS
 
 
 class Drawn(NamedTuple):
-    """Sampled ``tokens`` [rows] int64 and, of a graph that makes them, log-probabilities (see `RequestState.sample`).
+    """Sampled ``tokens`` [rows] int64 and log-probabilities (see `RequestState.sample`), if the graph computes them.
 
-    ``logits`` [rows, V] of a graph whose first rows are asked for them.
+    ``logits`` [rows, V], if the graph returns them.
     """
 
     tokens: torch.Tensor
@@ -63,7 +63,7 @@ class Drawn(NamedTuple):
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Padded batch sizes: 1, 2, 4, 8, then steps of an eighth of the size, so that padding stays under 13 %."""
+    """Return padded batch sizes: 1, 2, 4, 8, then steps of an eighth of the size, for less than 13 % padding."""
     sizes, size = [1, 2, 4], 8
     while size < max_num_seqs:
         sizes.append(size)
@@ -72,21 +72,21 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(most_rows: int) -> list[int]:
-    """Padded numbers of decode rows that go with prompts: few, as there is a graph for each of them and each number of
+    """Return padded numbers of decode rows in steps with prompts: few, since each has a graph per number of prompt
     tokens, and padding costs little beside prompts."""
     sizes = {8, 16, *(size << i for size in (2, 3) for i in range(4, 16))}
     return [size for size in sorted(sizes) if size < most_rows] + [most_rows]
 
 
 def prompt_sizes(num_parameters: int, max_num_batched_tokens: int) -> list[int]:
-    """Padded numbers of prompt tokens, from 16 up to where the GPU takes longer than the host."""
+    """Return padded numbers of prompt tokens, from 16 up to where the GPU takes longer than the host."""
     most = min(max_num_batched_tokens, max(128, int(_PROMPT_FLOPS / (2 * num_parameters))))
     sizes = [*(1 << i for i in range(4, 10)), *range(768, 2048, 256), *range(2048, most + 1, 1024)]
     return [size for size in sizes if size <= most]
 
 
 def far_apart(sizes: Sequence[int]) -> list[int]:
-    """The first, the last, the one in the middle, those in the middle of the halves, and so on."""
+    """Reorder sizes: first, last, middle, then the middles of the halves, and so on."""
     found, spans = list(dict.fromkeys((*sizes[:1], *sizes[-1:]))), [(0, len(sizes) - 1)]
     for low, high in spans:
         if (middle := (low + high) // 2) > low:
@@ -96,12 +96,12 @@ def far_apart(sizes: Sequence[int]) -> list[int]:
 
 
 class PaddedSteps:
-    """The steps of one runner that graphs may hold.
+    """Padded steps of one runner that graphs may hold.
 
     Attributes:
-        num_slots: of the state, at the last `use_slots`.
-        decode_sizes: padded numbers of decode rows, ascending.
-        prompt_sizes: padded numbers of prompt tokens, ascending.
+        num_slots: Slots of the state, at the last `use_slots`.
+        decode_sizes: Padded numbers of decode rows, ascending.
+        prompt_sizes: Padded numbers of prompt tokens, ascending.
     """
 
     def __init__(self, executor: ModelExecutor, kv_cache: KVCache, state: RequestState, attention: AttentionInputs,
@@ -113,33 +113,33 @@ class PaddedSteps:
         self.use_slots()
 
     def use_slots(self) -> None:
-        """As many rows as there are slots may come, and with guesses more."""
+        """Set the padded sizes for the state's number of slots."""
         num_slots = self._state.num_slots
         self.decode_sizes = np.array(decode_sizes(num_slots))
-        # Shared by all graphs: one runs at a time, and leaves zeros.
+        # Shared by all graphs: only one runs at a time, and it resets them to zeros.
         most_rows = max(num_slots, MOST_GUESSING_ROWS)
         self._arrivals = self._attention.arrivals(most_rows)
         self._queue = self._attention.tile_queue()
         self._mixed_sizes = np.array(mixed_sizes(most_rows))
         self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=self._device)
-        self.num_slots = num_slots  # last: after an interrupt it is not what it was to be
+        self.num_slots = num_slots  # last, so that an interrupted call is repeated
 
     def decode_size(self, plan: StepPlan) -> int:
-        """Padded number of decode rows of a step that has at most as many as `sizes_of` ends with."""
+        """Return the padded number of decode rows of a step, which may have at most `sizes_of(plan)[-1]`."""
         sizes = self.sizes_of(plan)
         return int(sizes[np.searchsorted(sizes, plan.num_decode_rows)])
 
     def sizes_of(self, plan: StepPlan) -> np.ndarray:
-        """Padded numbers of decode rows of such a step, ascending."""
+        """Return the padded numbers of decode rows for such a step, ascending."""
         return self.decode_sizes if plan.drafts is None else _GUESSING_SIZES
 
     def prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
-        """Padded number of tokens of these prompts; 0: there are none, None: no graph is worth it."""
+        """Return the padded number of tokens of these prompts; 0 without prompts, None if no graph is worth it."""
         if not num_tokens:
             return 0
         if num_tokens > self.prompt_sizes[-1]:
             return None
-        # As many rows as tokens, at most.
+        # Prompts have at most as many rows as tokens.
         size = int(self.prompt_sizes[np.searchsorted(self.prompt_sizes, num_tokens)])
         wasted = 2.0 * self._num_parameters * (size - num_tokens)
         return None if num_rows > self._most_prompt_rows(size) or wasted > _WASTED_FLOPS else size
@@ -148,22 +148,21 @@ class PaddedSteps:
         return min(size, self._state.num_slots, _MOST_PROMPT_ROWS)
 
     def _prompt_rows(self, num_rows: int, size: int) -> int:
-        """Padded number of prompts, in so many tokens."""
+        """Return the padded number of prompts in a graph of `size` tokens."""
         most = self._most_prompt_rows(size)
         return min(most, _FEW_PROMPT_ROWS) if num_rows <= _FEW_PROMPT_ROWS else most
 
     def mixed_size(self, num_decode_rows: int, prompt_size: int) -> int:
-        """Padded number of decode rows that are computed together with so many padded tokens of prompts; 0: they are
-        not."""
+        """Return the padded number of decode rows to compute in one graph with `prompt_size` tokens; 0 if separate."""
         if not num_decode_rows or prompt_size < _MIXED_TOKENS:
             return 0
         return int(self._mixed_sizes[np.searchsorted(self._mixed_sizes, num_decode_rows)])
 
     def coming(self, most_rows: int, most_tokens: int = 0) -> Iterator[Callable[[], object]]:
-        """What graphs of up to so many decode rows and prompt tokens run, over padding alone.
+        """Yield functions that run the graphs' steps of up to so many decode rows and prompt tokens, on padding only.
 
-        In turn, decode rows first. These far from those before: neighbours mostly run the same kernels, and who waits
-        for a kernel may not wait for all of them. Prompts the smallest first.
+        Alternates decode rows and prompts. Successive numbers of decode rows are far apart, since neighbours mostly run
+        the same kernels and a waiting caller should not wait for all of them. Prompts come in ascending order.
         """
         decode_sizes = far_apart([int(size) for size in self.decode_sizes if size <= most_rows])
         for num_rows, num_tokens in zip_longest(decode_sizes, self.prompt_sizes, fillvalue=0):
@@ -193,7 +192,8 @@ class PaddedSteps:
         self.run(StepShape("prompts", tokens=size, prompts=rows.shape[1] - 1, queued=queued), *inputs)
 
     def decode_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
-        """rows [2, size] int64 (slots, positions), and the attention's plan, which is for these tiles."""
+        """Return rows [2, size] int64 (slots, positions) and the arrays of the attention plan, with the plan's
+        constants."""
         rows = self._decode_rows(plan, size)
         work = self._attention.split_plan(rows[1] + 1, rows[0], plan.groups)
         assert work is not None, "a backend that runs in graphs plans"
@@ -202,7 +202,7 @@ class PaddedSteps:
         return (rows, work), None
 
     def unplanned_rows(self, plan: StepPlan, size: int) -> np.ndarray:
-        """The rows of `decode_inputs`, of a step in which no attention kernel runs."""
+        """Return the rows of `decode_inputs` for a step without an attention kernel."""
         self._attention.plan_nothing()
         return self._decode_rows(plan, size)
 
@@ -253,11 +253,11 @@ class PaddedSteps:
         return inputs, self._attention.decode_rows(self._starts[: len(slots) + 1], inputs, work)
 
     def prompt_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
-        """tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64, and the attention's plan for
-        the rows' last tokens, or where prompts share prefixes the arrays of that for all tokens, for these tiles.
+        """Return tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64, and the attention
+        plan of the rows' last tokens, or if prompts share prefixes the arrays and constants of the plan of all tokens.
 
-        A row's column has where its tokens begin, its slot, its length, the place of its last token, and the slot and
-        position of the token that is sampled for it.
+        A column of `rows` has the index of the row's first token, its slot, its length, the index of its last token,
+        and slot and position of its sampled token.
         """
         rows = slice(plan.num_decode_rows, None)
         slots, start, num_new = plan.slots[rows], plan.start[rows], plan.num_new_tokens[rows]
@@ -330,8 +330,8 @@ class PaddedSteps:
 
     def _logits_of(self, inputs: StepInputs, parts: list[PagedMetadata], last: torch.Tensor,
                    ends: list[PagedMetadata] | None, named_slots: torch.Tensor | None) -> torch.Tensor:
-        """Logits of the ``last`` tokens of all rows, for which ``ends`` is the layout; ``named_slots``: of each token,
-        where a row names an adapter."""
+        """Return logits of all rows' ``last`` tokens, whose layout is ``ends``; ``named_slots``: slots of all tokens if
+        a row names an adapter."""
         adapters = None if named_slots is None else self._state.adapters.of(named_slots)
         read = None if ends is None else Ends(last, _cuts(ends, [len(meta.slots) for meta in ends]))
         cuts = _cuts(parts, [len(meta.slot_mapping) for meta in parts])
@@ -355,6 +355,6 @@ class PaddedSteps:
 
 
 def _cuts(layouts: list[PagedMetadata], counts: list[int]) -> Parts:
-    """`PagedStep.parts` of so many tokens each, one behind the other."""
+    """Return `PagedStep.parts` of consecutive ranges with these numbers of tokens."""
     ends = np.cumsum(counts).tolist()
     return [(end - count, end, meta) for meta, count, end in zip(layouts, counts, ends, strict=True)]

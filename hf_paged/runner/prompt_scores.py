@@ -1,4 +1,4 @@
-"""Log-probabilities of a step's prompt tokens: the head over every position, a bounded number of them at a time."""
+"""Log-probabilities of a step's prompt tokens, with the logits of a bounded number of positions at a time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from hf_paged.models import ModelExecutor
 from hf_paged.sampling.top_log_probs import top_log_probs
 
-# Positions whose logits exist at the same time: this many, and less where that many numbers would be passed.
+# Maximum of positions whose logits exist at the same time, and of numbers in these logits.
 _MOST_POSITIONS = 1024
 _MOST_LOGITS = 1 << 24
 
 
 class PromptSpan(NamedTuple):
-    """``length`` prompt tokens whose predecessors a row of a step computes; the first stands at ``first``."""
+    """``length`` prompt tokens, the first at position ``first``, whose predecessors are tokens of one row of a step."""
 
     row: int
     first: int
@@ -23,8 +23,8 @@ class PromptSpan(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Log-probabilities that a step has to bring: for its sampled tokens what `LOGPROBS` and `TOPS` name, and of these
-    prompt tokens, with the likeliest in their places by a name of `TOPS`."""
+    """Log-probabilities that a step has to return: names of `LOGPROBS` and `TOPS` for its sampled tokens, prompt tokens
+    to score, and a name of `TOPS` for the likeliest tokens at their positions."""
 
     sampled: tuple[str, ...] = ()
     prompt: tuple[PromptSpan, ...] = ()
@@ -37,10 +37,10 @@ NOTHING = Wanted()
 def prompt_log_probs(executor: ModelExecutor, hidden: torch.Tensor, at: torch.Tensor,
                      token_ids: torch.Tensor, adapters: torch.Tensor | None = None,
                      tops: torch.Tensor | None = None) -> torch.Tensor:
-    """log p of ``token_ids`` [N] int64, each from the raw logits of its row ``at`` [N] int64 of ``hidden`` [T, size].
+    """Return log p of ``token_ids`` [N] int64, from the raw logits of rows ``at`` [N] int64 of ``hidden`` [T, size].
 
-    ``adapters`` [T]: as `StepContext.adapters`. ``tops`` [N, 2, width] receives the likeliest (see `Top`). float32 [N],
-    as log_softmax in float32. Of the logits at most `_MOST_LOGITS` numbers exist at a time.
+    ``adapters`` [T]: as `StepContext.adapters`. ``tops`` [N, 2, width] receives the likeliest tokens (see `Top`). The
+    result is float32 [N], as log_softmax in float32. At most `_MOST_LOGITS` numbers of logits exist at a time.
     """
     size = max(1, min(_MOST_POSITIONS, _MOST_LOGITS // executor.vocab_size))
     known = torch.empty(len(token_ids), dtype=torch.float32, device=hidden.device)

@@ -1,6 +1,6 @@
-"""What the device knows of every running sequence: one line (slot) each in persistent tensors.
+"""State of every running sequence on the device: one line per slot in persistent tensors.
 
-The host sends a sequence once, when it gets its slot, and from then on only new block-table entries.
+The host sends a sequence once, when it gets its slot, and afterwards only new block-table entries.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FIRST_TOKEN_CAPACITY = 2048
 _MOST_STAGE_SETS = 6
 _MOST_PADDED = 1 << 20  # entries, 4 MiB
 
-Rows = Seq[list[int] | np.ndarray]  # of ids
+Rows = Seq[list[int] | np.ndarray]  # token or block ids
 
 
 class SlotLines(NamedTuple):
-    """`SlotParameters` of one request, encoded as `RequestState` keeps them, so that a step only copies them."""
+    """`SlotParameters` of one request in the encoding of `RequestState`, which a step only copies."""
 
     floats: np.ndarray  # [3] float32, as `SamplingTable.floats`
     ints: np.ndarray  # [3] int64
@@ -44,7 +44,7 @@ class SlotLines(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SlotParameters:
-    """Sampling settings of one request, as the device keeps them (see `SamplingTable`). Defaults: greedy search."""
+    """Sampling settings of one request (see `SamplingTable`); the defaults are greedy search."""
 
     max_length: int
     do_sample: bool = False
@@ -55,23 +55,23 @@ class SlotParameters:
     seed: int = 0
     min_length: int = 0
     eos_token_ids: tuple[int, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # barred with them
+    stop_token_ids: tuple[int, ...] = ()  # barred like EOS below min_length
     prompt_length: int = 0
     edits: Edits = NEUTRAL
     adapter: str | None = None
-    with_top: bool = False  # the likeliest tokens are asked for
+    with_top: bool = False  # the request wants the likeliest tokens
 
     @property
     def filtered(self) -> bool:
-        """Drawn with top-k, top-p or min-p."""
+        """Return whether top-k, top-p or min-p apply."""
         return self.do_sample and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @cached_property
     def lines(self) -> SlotLines:
-        """Encoded once, when the request comes in: what cannot be encoded is its caller's error.
+        """Encode the settings; computed when the request arrives, so that an error reaches its caller.
 
         Raises:
-            ValueError: naming a setting that the device's tables cannot hold.
+            ValueError: With the name of a setting that the device's tables cannot hold.
         """
         floats = float_line("temperature, 1 - top_p, min_p", FloatSettings(
             temperature=self.temperature * self.do_sample, one_minus_top_p=1.0 - self.top_p, min_p=self.min_p,
@@ -88,8 +88,8 @@ class RequestState:
     """Persistent tensors of S slots: token history, block table, sampling parameters.
 
     ``tokens`` [S + 1, capacity] int32 grows by doubling up to ``max_model_len``; ``block_table`` [S + 1, max_blocks]
-    int32. The last line, `padding_slot`, stands in for rows that pad a CUDA graph. ``sharded``: logits are columns of
-    one rank.
+    int32. The last line, `padding_slot`, belongs to padding rows of CUDA graphs. ``sharded``: set if logits are the
+    columns of one rank.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device,
@@ -99,7 +99,7 @@ class RequestState:
         self.max_model_len = max_model_len
         self.num_slots = self.padding_slot = num_slots
         self.block_size = block_size
-        self.version = 0  # counts moves of the memory that graphs read
+        self.version = 0  # number of moves of memory that graphs read
         lines = num_slots + 1
         max_blocks = -(-max_model_len // block_size)
         self.tokens = torch.zeros(lines, min(FIRST_TOKEN_CAPACITY, max_model_len), dtype=torch.int32, device=device)
@@ -111,12 +111,12 @@ class RequestState:
         )
         self.edits = EditState(num_slots, device)
         self.adapters = AdapterSlots(num_slots, device)
-        self._stages = np.zeros(lines, dtype=np.int64)  # a bit per name of `_stage_names` that the slot needs
+        self._stages = np.zeros(lines, dtype=np.int64)  # per slot, bits of the names in `_stage_names` that it needs
         self._stage_names: list[str] = []
         self._stage_sets: set[int] = set()
 
     def grow(self, num_slots: int) -> None:
-        """Raise the number of slots to this; graphs have to be captured anew."""
+        """Raise the number of slots; graphs must be captured again."""
         more = num_slots - self.num_slots
         table = self.sampling
         tokens, blocks, floats, ints = (
@@ -126,12 +126,12 @@ class RequestState:
         stages = np.pad(self._stages, (0, more))
         self.edits.grow(num_slots)
         self.adapters.grow(num_slots)
-        self.version += 1  # no call between this and the next lines: an interrupt comes behind calls
+        self.version += 1  # no call between this line and the next two, since an interrupt can only come after a call
         self.tokens, self.block_table, self.sampling, self._stages = tokens, blocks, sampling, stages
         self.num_slots = self.padding_slot = num_slots
 
     def admit(self, slots: list[int], tokens: Rows, tables: Rows, parameters: list[SlotParameters]) -> None:
-        """Write whole lines: known tokens, block table and parameters of sequences that got a slot."""
+        """Write known tokens, block tables and parameters of sequences that got a slot."""
         self._reserve_tokens(max(p.max_length for p in parameters))
         index = self._upload(np.array(slots, dtype=np.int64))
         self._write_rows(self.tokens, index, tokens)
@@ -148,10 +148,10 @@ class RequestState:
         self.adapters.admit(slots, [p.adapter for p in parameters])
 
     def stages(self, slots: np.ndarray) -> frozenset[str]:
-        """The stages of logits editing that the requests in these slots need, all together.
+        """Return the union of the logits-editing stages that the requests in these slots need.
 
-        Every set of stages has graphs of its own, so after some sets each new one is all stages ever needed: a stage
-        leaves rows that did not ask for it as they are.
+        Each set of stages has its own graphs, so after some sets a new one becomes all stages ever needed: a stage does
+        not change rows that do not need it.
         """
         bits = int(np.bitwise_or.reduce(self._stages[slots], initial=0))
         if bits and bits not in self._stage_sets:
@@ -163,11 +163,11 @@ class RequestState:
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
                stages: frozenset[str], logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
                masks: TokenMasks | None = None) -> torch.Tensor:
-        """Tokens int64 [R] for `positions` [R] of `slots` [R], written to `tokens` there, too (see `sample_tokens`).
+        """Sample tokens int64 [R] for `positions` [R] of `slots` [R] and write them to `tokens` (see `sample_tokens`).
 
-        ``logprobs``: {one of `LOGPROBS`: [R] float32} receive the tokens' log-probabilities, and {one of `TOPS`:
-        [R, 2, width] float32} those of the likeliest tokens. ``masks``: of the R rows, which may be written to
-        ``logits``.
+        ``logprobs``: {one of `LOGPROBS`: [R] float32} receive the tokens' log-probabilities, {one of `TOPS`:
+        [R, 2, width] float32} what `Top` says of the likeliest tokens. ``masks`` of the R rows may be applied to
+        ``logits`` in place.
         """
         if self.sharded is None:
             return self._sample_whole(logits, slots, positions, logprobs, masks, stages=stages)
@@ -218,7 +218,7 @@ class RequestState:
 
     def inputs(self, slots: torch.Tensor, positions: torch.Tensor,
                write_from: torch.Tensor | None = None) -> StepInputs:
-        """Of the tokens at ``positions`` [T] of ``slots`` [T] (see `step_inputs`)."""
+        """Return the inputs of the tokens at ``positions`` [T] of ``slots`` [T] (see `step_inputs`)."""
         return step_inputs(self.tokens, self.block_table, slots, positions, write_from, self.block_size)
 
     def _reserve_tokens(self, length: int) -> None:
@@ -237,7 +237,7 @@ class RequestState:
                 names |= {FILTERS}
             self._stage_names += sorted(names - set(self._stage_names))
             self._stages[slot] = sum(1 << self._stage_names.index(name) for name in names)
-        # It also makes a slot neutral again after a tenant that was not.
+        # Also resets a slot whose previous sequence had edits.
         if self._stages[slots].any() or self.edits.in_use:
             self.edits.put(slots, [p.lines.edits for p in parameters])
 
@@ -250,7 +250,7 @@ class RequestState:
             )
 
     def _write_rows(self, table: torch.Tensor, index: torch.Tensor, rows: Rows) -> None:
-        """Write rows of any lengths to the lines ``index`` [R] of a table; what is behind a row is not to be read."""
+        """Write rows of any lengths to the lines ``index`` [R] of a table; entries after a row's end are arbitrary."""
         groups = _padded_together(rows)
         for group in groups:
             lines = index if len(groups) == 1 else index[self._upload(np.array(group))]
@@ -262,17 +262,17 @@ class RequestState:
 
 
 def _with_lines(table: torch.Tensor, more: int, fill: int = 0) -> torch.Tensor:
-    """A copy of ``table`` [lines, n] with more lines; the last one, which padding rows write to, is a fresh one."""
+    """Return a copy of ``table`` [lines, n] with more lines; the last line, for padding rows, is a new one."""
     return torch.nn.functional.pad(table, (0, 0, 0, more), value=fill)
 
 
 def _padded_together(rows: Rows) -> list[list[int]]:
-    """Which rows become one upload: all of them, unless a few long ones would make that much longer than they are."""
+    """Group rows into uploads: one for all, unless padding to a few long rows would make it much larger."""
     if len(rows) * max(map(len, rows)) <= _MOST_PADDED:
         return [list(range(len(rows)))]
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
-        groups.setdefault(len(row).bit_length(), []).append(i)  # none is twice as long as another
+        groups.setdefault(len(row).bit_length(), []).append(i)  # lengths in a group differ by less than 2 times
     return list(groups.values())
 
 

@@ -1,8 +1,8 @@
-"""Tokens where every rank has some columns of the logits, and how the ranks hear that rank 0 has something to say.
+"""Sampling with logits whose columns are spread over ranks, and a flag by which rank 0 announces a command.
 
-No rank sees a whole vocabulary's logits of all rows. Rows without filters cost one maximum of 8 bytes a row
-(`shard_best`). Rows with filters, edits or log-probabilities are dealt out: each rank gets whole rows of its share of
-them and samples as one rank does, and the same maximum tells the others.
+No rank has the logits of a whole vocabulary for all rows. Rows without filters cost a maximum over ranks of 8 bytes per
+row (`shard_best`). Rows with filters, edits or log-probabilities are distributed: each rank gets whole rows of its
+share, samples them as one rank does, and sends the tokens by the same maximum.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hf_paged.sampling.top_log_probs import shape_of
 
 
 class ShardedSampling:
-    """The ranks of one model, this rank's columns, and a number that travels with every step.
+    """The ranks of one model, this rank's columns, and a flag that is reduced in every step.
 
     Attributes:
-        said: [1] int64 on the device: 1 while rank 0 has something to say (`engine.commands`), 0 on the other ranks.
-        heard: [1] int64 on the device: the largest of the ranks' `said` in the last step.
+        said: [1] int64 on the device: 1 while rank 0 has a command to send (`engine.commands`), 0 on other ranks.
+        heard: [1] int64 on the device: the maximum of the ranks' `said` in the last step.
     """
 
     def __init__(self, executor: ModelExecutor, device: torch.device) -> None:
@@ -33,23 +33,23 @@ class ShardedSampling:
         self.group, self._columns = executor.group, Columns(head.first, head.first + head.num_real)
         self._vocab_size = executor.vocab_size
         self.said, self.heard = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
-        self._says = False  # what `said` holds
+        self._says = False  # host copy of `said`
 
     def say(self, something: bool) -> None:
-        """What the steps launched from now on carry."""
+        """Set the flag for steps launched from now on."""
         if something != self._says:
             self.said.fill_(int(something))
             self._says = something
 
     def can_agree(self, logits: torch.Tensor) -> bool:
-        """Does every rank begin with a group of the sampler? Small vocabularies are cut more finely."""
+        """Return whether every rank's columns begin at a group of the sampler, which fails for small vocabularies."""
         return logits.shape[1] % GROUP_SIZE == 0
 
     def agree(self, logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, positions: torch.Tensor,
               history: torch.Tensor, masks: TokenMasks | None = None) -> torch.Tensor:
-        """`sample_tokens` from this rank's columns [R, n], for rows without filters; `can_agree` says so.
+        """Sample as `sample_tokens` from this rank's columns [R, n], for rows without filters; requires `can_agree`.
 
-        ``masks`` of the R rows are written to the columns.
+        ``masks`` of the R rows are applied to the columns in place.
         """
         if masks is not None:
             mask_tokens(logits, masks, self._columns.first)
@@ -58,16 +58,15 @@ class ShardedSampling:
     def deal(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, padding_slot: int,
              history: torch.Tensor, draw: Callable[..., torch.Tensor],
              logprobs: Mapping[str, torch.Tensor], masks: TokenMasks | None = None) -> torch.Tensor:
-        """Tokens by ``draw(logits, slots, positions, logprobs, masks)``, which each rank calls for its share of rows.
+        """Sample by ``draw(logits, slots, positions, logprobs, masks)``, which each rank calls for its share of rows.
 
-        Same arguments and result as `agree`; ``logprobs``, as of `RequestState.sample`, are filled for all rows, in
-        their order.
+        Arguments and result as in `agree`; ``logprobs``, as in `RequestState.sample`, are filled for all rows.
         """
         rows, size = len(slots), self.group.size
         padding = -rows % size
         share = (rows + padding) // size
         mine = slice(self.group.rank * share, (self.group.rank + 1) * share)
-        logits = pad(logits, (0, 0, 0, padding)) if padding else logits  # a pad by nothing is a copy
+        logits = pad(logits, (0, 0, 0, padding)) if padding else logits  # a pad of 0 would copy
         whole = self.group.exchange_rows(logits)[:, : self._vocab_size]
         known = {name: torch.empty(shape_of(name, share), device=logits.device, dtype=torch.float32)
                  for name in logprobs}
@@ -82,7 +81,7 @@ class ShardedSampling:
         return self._settle(keys[:rows], slots, positions, history)
 
     def listen(self) -> None:
-        """For steps that sample nothing: only the number travels."""
+        """Reduce the flag alone, for steps that do not sample."""
         self.heard.copy_(self.group.all_reduce_max(self.said.clone()))
 
     def _settle(self, keys: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,

@@ -1,4 +1,4 @@
-"""A step as the model's layers see it."""
+"""Context of a step for the model's layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Parts = list[tuple[int, int, PagedMetadata]]
 
 
 class Ends(NamedTuple):
-    """The last token of each row: ``tokens`` [R] int64 of the step, and `PagedStep.parts` of these alone."""
+    """The last token of each row: ``tokens`` [R] int64, indices in the step, and their `PagedStep.parts`."""
 
     tokens: torch.Tensor
     parts: Parts
@@ -23,10 +23,10 @@ class Ends(NamedTuple):
 class PagedStep(NamedTuple):
     """The `StepContext` of the runner. ``parts``: (first token, end, metadata) of rows that share a kernel.
 
-    ``ends``: of a step in which nothing else is read of the last layer; None: all tokens are.
+    ``ends``: The tokens whose result of the last layer is used; None if all tokens are.
 
-    ``at_once``: one launch may compute all layers, as far as the plan of the step says: no row reads what another one
-    writes, and the rows are worth it.
+    ``at_once``: One launch may compute all layers: no row reads KV that another row writes, and there are few enough
+    rows for it to be faster.
     """
 
     positions: torch.Tensor

@@ -1,7 +1,7 @@
-"""Notices changed weights, so that keys and values computed with the old ones are never served.
+"""Detection of changed weights, so that keys and values computed with old weights are never used.
 
-Fused optimizers and writes through `.data` leave no trace in `_version`: only a checksum of all bytes is proof. The
-counters and pointers are a shortcut to "surely changed".
+Fused optimizers and writes through `.data` do not raise `_version`: only a checksum of all bytes is proof. Version
+counters and pointers only detect certain changes sooner.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from hf_paged.scheduler import BlockPool
 
 
 class WeightsGuard:
-    """Decides, each time an engine goes from idle to busy, whether what is cached still belongs to the weights.
+    """Decides, whenever an idle engine gets requests, whether cached blocks still belong to the weights.
 
-    A checksum is enqueued every time, since what this call caches has to be comparable later. It is compared, which
-    waits for it, only when a prompt would hit older blocks (`verify` at once) or when the first step's tokens are
-    waited for anyway; until then older blocks are not hit. Ranks of a sharded model decide together: what changed on
-    one has changed.
+    A checksum is enqueued every time, since the blocks of this run have to be comparable later. The comparison waits
+    for it, and happens only if a prompt would hit older blocks (`verify` at once) or together with the wait for the
+    first step's tokens; until then older blocks are not hit. Ranks of a sharded model decide together: a change on one
+    rank is a change.
 
     Args:
-        executor: of the model.
-        on_change: called with `version` before it goes up.
+        executor: Executor of the model.
+        on_change: Called with `version` before it is raised.
 
     Attributes:
-        version: goes up whenever the model is found to be another than before.
+        version: Raised whenever a change of the model is found.
     """
 
     def __init__(self, executor: ModelExecutor, on_change: Callable[[int], None] = lambda version: None) -> None:
@@ -42,10 +42,10 @@ class WeightsGuard:
         self._signature: tuple | None = None
         self._checksum = ChecksumPlan()
         self._pending: torch.Tensor | None = None
-        self._cached: int | None = None  # of the weights of `version`; None: not known yet
+        self._cached: int | None = None  # checksum of the weights of `version`; None if unknown
 
     def changed(self, *, full: bool) -> bool:
-        """Are this rank's weights others than at `begin`? Without `full` only storage and versions are asked."""
+        """Return whether this rank's weights differ from `begin`; without `full` compares only storage and versions."""
         if self._signature != self._current_signature():
             return True
         if not full:
@@ -54,7 +54,7 @@ class WeightsGuard:
         return int(self.fresh()) != baseline
 
     def begin(self, pool: BlockPool) -> None:
-        """The engine was idle and becomes busy: distrust what is cached, and start the checksum."""
+        """Exclude cached blocks from hits and start the checksum, when an idle engine gets requests."""
         tensors, buffers = _tensors_of(self._executor)
         signature = _signature(tensors)
         pool.new_generation()
@@ -68,21 +68,21 @@ class WeightsGuard:
 
     @property
     def latest(self) -> torch.Tensor | None:
-        """The checksum that `begin` started, [1] int64 on the weights' device; None after `verify`."""
+        """Return the checksum that `begin` started, [1] int64 on the weights' device; None after `verify`."""
         return self._pending
 
     def fresh(self) -> torch.Tensor:
-        """A checksum of the weights as they are now, [1] int64, maybe still on its way."""
+        """Start a checksum of the current weights, [1] int64; the result may not be ready yet."""
         tensors, buffers = _tensors_of(self._executor)
         return self._checksum([*tensors, *buffers])
 
     def announce(self, pool: BlockPool | None, *, is_busy: bool) -> None:
-        """The weights were written, and whoever did so says it: nothing has to be compared to know.
+        """Record a change of the weights that the caller reports, without comparing.
 
         Args:
-            pool: None: there is none yet.
-            is_busy: requests go on, so that blocks are cached before the next `begin`: the checksum that these will be
-                compared by is started.
+            pool: None if there is no pool yet.
+            is_busy: Requests continue and cache blocks before the next `begin`: start the checksum that those blocks
+                will be compared by.
         """
         self.found_change()
         self._signature, self._cached, self._pending = self._current_signature(), None, None
@@ -93,17 +93,17 @@ class WeightsGuard:
             self._pending = self.fresh()
 
     def found_change(self) -> None:
-        """The model is another."""
+        """Raise `version` after a change was found."""
         self._on_change(self.version)
         self.version += 1
 
     @property
     def pending(self) -> bool:
-        """True between `begin` and `verify`."""
+        """Return whether `begin` started a checksum that `verify` has not compared yet."""
         return self._pending is not None
 
     def verify(self, pool: BlockPool) -> None:
-        """Wait for the checksum; trust the older blocks if the weights are theirs, else forget them."""
+        """Wait for the checksum; trust older blocks if it equals theirs, else drop them."""
         assert self._pending is not None
         checksum, self._pending = int(self._pending), None
         if self._executor.group.any(checksum != self._cached):
@@ -115,25 +115,26 @@ class WeightsGuard:
         self._cached = checksum
 
     def forget(self) -> None:
-        """The cache is gone."""
+        """Discard the pending checksum after the cache was dropped."""
         self._pending = None
 
     def release(self) -> None:
-        """Give up the table of addresses that the checksum keeps on the device."""
+        """Release the table of addresses that the checksum keeps on the device."""
         self._checksum = ChecksumPlan()
 
     def checksum(self) -> int | torch.Tensor:
-        """Of the weights at `begin`, or as they are now where none was taken; a tensor may still be on its way."""
+        """Return the checksum of the weights at `begin`, or of the current ones if none; a tensor may not be ready
+        yet."""
         taken = self._cached if self._pending is None else self._pending
         return self.fresh() if taken is None else taken
 
     def _current_signature(self) -> tuple:
-        # Buffers are left to the checksum: some RoPE modules write theirs in every forward.
+        # Without buffers: some RoPE modules write theirs in every forward, so only the checksum covers them.
         return _signature(_tensors_of(self._executor)[0])
 
 
 class ModelMark(NamedTuple):
-    """What a model computed at some time, to be told from what it computes later. Keeps no memory of it."""
+    """Fingerprint of what a model computes, for a later comparison; keeps no reference to the model."""
 
     options: dict[str, Any]
     autocast: torch.dtype | None
@@ -141,7 +142,7 @@ class ModelMark(NamedTuple):
     checksum: int | torch.Tensor
 
     def difference(self, model: Any) -> str | None:
-        """Why a forward of `model` may compute something else now, or None."""
+        """Return why a forward of `model` may compute something else now, or None."""
         executor_class = find_executor(model)
         if executor_class is None:
             return f"it is a {type(model).__name__}"
@@ -158,14 +159,14 @@ class ModelMark(NamedTuple):
 
 
 def _tensors_of(executor: ModelExecutor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Parameters and tensors that are plain attributes; buffers."""
-    # Duplicates of buffers stay in: RoPE modules may make one an alias of another without changing what they compute.
+    """Return (parameters and tensors in plain attributes, buffers)."""
+    # With duplicates of buffers: RoPE modules may make one an alias of another without changing what they compute.
     parameters, buffers = tensors_inside(executor.model)
     return watched([*parameters, *executor.plain_tensors()]), watched(buffers)
 
 
 def _signature(tensors: list[torch.Tensor]) -> tuple:
-    # Column by column: rows of a few hundred tensors take longer to make. Inference tensors have no version.
+    # Column by column: tuples of a few hundred tensors would take longer. Inference tensors have no version.
     without = list(map(torch.Tensor.is_inference, tensors))
     versions = [0 if none else t._version for t, none in zip(tensors, without, strict=True)]
     return list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.stride, tensors)), versions

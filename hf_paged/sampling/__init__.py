@@ -1,1 +1,1 @@
-"""From logits to tokens: settings on the device, their kernels and their references."""
+"""Sampling of tokens from logits: settings on the device, kernels, and their references in torch."""

@@ -1,11 +1,11 @@
 # mypy: disallow-untyped-defs=False
-"""Device code of `sample_tokens`: one row's draw under top-k, top-p and min-p, its thresholds found without a sort.
+"""Device code of `sample_tokens`: samples one row under top-k, top-p and min-p and finds the thresholds without a sort.
 
-1. What is known of groups of tokens (maximum, mass) gives a lower bound of the threshold: `least_score`.
-2. Tokens at or above it are few, as a rule: `gather_candidates` copies them, in the order of their ids, out of the
-   pieces of the row (some 32 tokens) whose maximum reaches the bound.
+1. `least_score` derives a lower bound of the threshold from the maximum and mass of each group of tokens.
+2. `gather_candidates` copies the tokens at or above the bound, usually few, in the order of their ids, from the pieces
+   of the row (some 32 tokens) whose maximum reaches the bound.
 3. `filtered_token` finds the thresholds by bisection over the order-preserving integers of the logits' format, counting
-   and weighing candidates, and draws by Gumbel-max. Where they are too many, it does so over the row itself.
+   and weighing candidates, and samples by Gumbel-max. With too many candidates it works on the row itself.
 
 Masses are relative to the row's best token. Scores are logits, not yet divided by the temperature.
 """
@@ -18,7 +18,7 @@ from hf_paged.sampling.gumbel import gumbel_noise
 
 @jit()
 def load_scores(row, token, inside, eos, num_eos, eos_barred):
-    """Logits of a row as float32, -inf outside and at end-of-sequence ids where ``eos_barred``."""
+    """Load logits of a row as float32, with -inf outside and at end-of-sequence ids if ``eos_barred``."""
     score = tl.load(row + token, mask=inside, other=float("-inf")).to(tl.float32)
     if eos_barred:
         for i in range(num_eos):
@@ -33,17 +33,17 @@ def weight_of(score, top, scale):
 
 @jit()
 def _key_of(value, SHIFT: tl.constexpr):
-    """An int64 that orders as the float32 ``value`` does; SHIFT drops bits that the logits' format has not."""
+    """Return an int64 with the order of the float32 ``value``; SHIFT drops bits that the logits' format lacks."""
     bits = value.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT).to(tl.int64)
 
 
 @jit()
 def _value_of(key, SHIFT: tl.constexpr):
-    """A float32 not above any logit with this key, and above every logit with a smaller one."""
+    """Return a float32 not above any logit with this key, and above every logit with a smaller key."""
     bits = (key << SHIFT).to(tl.int32)
     value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    return tl.where(value != value, float("-inf"), value)  # the lowest key is that of -inf
+    return tl.where(value != value, float("-inf"), value)  # the lowest key is the key of -inf
 
 
 @jit()
@@ -51,10 +51,10 @@ def least_score(
     piece_top, num_pieces, tops, masses, live, top, total, temperature, scale, k, one_minus_top_p, min_p,
     GROUP: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):
-    """A score below which no token survives, from each group's maximum ``tops`` and mass ``masses``.
+    """Return a score below which no token survives, from each group's maximum ``tops`` and mass ``masses``.
 
-    The k-th largest of all groups' (or pieces') maxima has k tokens at or above it. Without top-k, tokens below x weigh
-    at most sum(min(mass of the group, GROUP * weight of x)): top-p drops them where that is within 1 - top_p.
+    At least k tokens reach the k-th largest maximum of all groups (or pieces). Without top-k, tokens below x weigh at
+    most sum(min(mass of the group, GROUP * weight of x)): top-p drops them if that is at most 1 - top_p.
     """
     least = tl.full((), float("-inf"), tl.float32)
     low, high = _key_of(least, SHIFT), _key_of(top, SHIFT) + 1
@@ -77,7 +77,7 @@ def least_score(
                     high = middle
             least = _value_of(low, SHIFT)
     elif one_minus_top_p > 0.0:
-        limit = tl.minimum(one_minus_top_p, 1.0) * total * 0.9999  # rounding stays on the safe side
+        limit = tl.minimum(one_minus_top_p, 1.0) * total * 0.9999  # so that rounding cannot drop a survivor
         while high - low > 1:
             middle = (low + high) >> 1
             most = GROUP * weight_of(_value_of(middle, SHIFT), top, scale)
@@ -105,8 +105,10 @@ def gather_candidates(
     row, eos, num_eos, eos_barred, piece_top, num_pieces, least, listed, held_score, held_token, vocab_size,
     PIECE: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """Copy scores and ids of a row's tokens at or above ``least``, in order; how many there are, more than HELD at
-    most by those of a few pieces: none is written past HELD, and the row is not searched on."""
+    """Copy scores and ids of a row's tokens at or above ``least``, in order, and return their number.
+
+    At most HELD tokens are written; if the pieces to search exceed HELD, the result is their number and none is copied.
+    """
     num_listed = 0
     for start in range(0, num_pieces, TILE):
         piece = start + tl.arange(0, TILE)
@@ -115,10 +117,10 @@ def gather_candidates(
         listed_at = num_listed + tl.cumsum(wanted.to(tl.int32), 0) - 1
         tl.store(listed + listed_at, piece, mask=wanted & (listed_at < HELD))
         num_listed += tl.sum(wanted.to(tl.int32), 0)
-    tl.debug_barrier()  # other threads of the program read the list
+    tl.debug_barrier()  # other threads of the program read `listed`
     found = 0
     if num_listed > HELD:
-        found = num_listed  # every piece holds one at least
+        found = num_listed  # every piece has at least one token
     else:
         for first in range(0, num_listed, AT_ONCE):
             which = first + tl.arange(0, AT_ONCE)
@@ -150,8 +152,8 @@ def _scores_at(source, at, size, eos, num_eos, eos_barred, IS_ROW: tl.constexpr)
 def _between(
     source, size, eos, num_eos, eos_barred, least, below, top, scale, TILE: tl.constexpr, IS_ROW: tl.constexpr
 ):
-    """How many tokens score in [least, below), and what they weigh together."""
-    # A row is long and these sums need few registers: more loads in flight.
+    """Return how many tokens score in [least, below), and their mass."""
+    # A row is long and these sums need few registers: wider tiles keep more loads in flight.
     WIDTH: tl.constexpr = 2 * TILE if IS_ROW else TILE
     count, mass = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.float32)
     for start in range(0, size, WIDTH):
@@ -168,9 +170,9 @@ def filtered_token(
     key0, key1,
     TILE: tl.constexpr, IS_ROW: tl.constexpr, SHIFT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """Token drawn from the survivors, its score, and the survivors' mass.
+    """Sample a token from the survivors; returns it, its score, and the survivors' mass.
 
-    ``source`` holds ``size`` scores: candidates with token ``ids``, or the row itself (IS_ROW). Of tokens tied at the
+    ``source`` has ``size`` scores: candidates with token ids ``ids``, or the row itself (IS_ROW). Of tokens tied at the
     threshold of top-p, as many stay as in stock, the last ones: a stable ascending sort drops the first.
     """
     infinity = float("inf")
@@ -189,11 +191,11 @@ def filtered_token(
     dropped = 0
     if one_minus_top_p > 0.0:
         _, mass = _between(source, size, eos, num_eos, eos_barred, least, infinity, top, scale, TILE, IS_ROW)
-        rest = tl.maximum(total - mass, 0.0)  # below `least`
+        rest = tl.maximum(total - mass, 0.0)  # mass below `least`
         if k > 0:
             rest, total = rest * 0.0, mass
         limit = one_minus_top_p * total
-        # `high` becomes the first key with more than the limit at or below it, `under` the mass below that key.
+        # `high` becomes the first key with more mass than the limit up to it, `under` the mass below that key.
         low, high, under = _key_of(least, SHIFT) - 1, _key_of(top, SHIFT), rest
         while high - low > 1:
             middle = (low + high) >> 1

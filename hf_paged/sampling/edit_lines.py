@@ -1,4 +1,4 @@
-"""Settings of any length (lists of tokens, rules) on the device: slots with equal ones share a line of a table."""
+"""Settings of any length (lists of tokens, rules) on the device; slots with equal settings share a line of a table."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import torch
 
 from hf_paged.device.upload import upload
 
-# A list of one request may not make the table of all requests outgrow the device: 1 MiB a line.
+# Limits a line to 1 MiB, so that one request's list cannot exhaust the device's memory.
 MOST_NUMBERS = 1 << 18
 _LARGEST = float(np.finfo(np.float32).max)
 _NOTHING = np.zeros(1, dtype=np.int32).tobytes()
 
 
 class SharedLines:
-    """``table`` [lines, width] int32: one line per distinct setting, written once; line 0 stands for nothing.
+    """``table`` [lines, width] int32: one line per distinct setting, written once; line 0 is empty.
 
-    Settings come encoded (`encode_tokens`, `encode_rules`, `encode_bars`), as bytes. A line that no slot uses any more
-    keeps its setting until another needs the place.
+    Settings are encoded (`encode_tokens`, `encode_rules`, `encode_bars`), as bytes. A line without a slot keeps its
+    setting until another setting needs the line.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        self.moves = 0  # reallocations of the table
+        self.moves = 0  # number of reallocations of the table
         self.forget()
 
     def forget(self) -> None:
-        """No slot has a setting, and no line but the first holds one; the table stays where it is."""
+        """Remove all settings but the empty one; the table is not reallocated."""
         self._line_of: dict[bytes, int] = {_NOTHING: 0}
         self._settings: list[bytes] = [_NOTHING]
-        self._users = [1]  # the first line is never free
+        self._users = [1]  # line 0 is never free
         self._used_by: dict[int, int] = {}
 
     def assign(self, slots: list[int], settings: list[bytes]) -> list[int]:
-        """Give slots new settings; the lines where these are."""
+        """Give slots new settings and return the lines of these settings."""
         for slot in slots:
             line = self._used_by.pop(slot, None)
             if line is not None:
@@ -87,7 +87,7 @@ class SharedLines:
 
 
 def int_line(name: str, values: Sequence[int], dtype: type = np.int64) -> np.ndarray:
-    """``values`` [N] as `dtype`; ValueError where one does not fit, or where there are more than a line may hold."""
+    """Return ``values`` [N] as `dtype`; raises ValueError if a value does not fit or a line cannot hold so many."""
     if len(values) > MOST_NUMBERS:
         raise ValueError(f"{name}: {len(values)} numbers, expected at most {MOST_NUMBERS}")
     try:
@@ -98,21 +98,22 @@ def int_line(name: str, values: Sequence[int], dtype: type = np.int64) -> np.nda
 
 
 def float_line(name: str, values: Sequence[float]) -> np.ndarray:
-    """``values`` [N] as float32; ValueError for NaN, and for a finite number that float32 cannot hold."""
+    """Return ``values`` [N] as float32; raises ValueError for NaN and for a finite number beyond float32."""
     if not all(abs(value) <= _LARGEST or math.isinf(value) for value in values):
         raise ValueError(f"{name}={tuple(values)!r:.200}: expected numbers that float32 holds")
     return np.array(values, dtype=np.float32)
 
 
 def encode_tokens(tokens: tuple[int, ...]) -> np.ndarray:
-    """A list of tokens as a line of `EditTable.lists`, int32; ValueError as `int_line`."""
+    """Encode a list of tokens as a line of `EditTable.lists`, int32; raises ValueError like `int_line`."""
     return int_line("token ids", (len(tokens), *tokens), np.int32)
 
 
 def encode_rules(rules: tuple[tuple[tuple[int, ...], float], ...]) -> np.ndarray:
-    """Biases of sequences as a line of `EditTable.lists`, int32; of equal sequences the last counts, as in stock.
+    """Encode biases of sequences as a line of `EditTable.lists`, int32; of equal sequences the last counts, as in
+    stock.
 
-    Rules of a target are in the order in which stock adds them up: rounding depends on it.
+    Rules of a target keep the order of stock's additions, on which rounding depends.
     """
     unique = dict(rules)
     fills_context = stock_matches_whole_context()
@@ -139,15 +140,15 @@ def encode_rules(rules: tuple[tuple[tuple[int, ...], float], ...]) -> np.ndarray
 
 
 def encode_bars(sequences: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    """Sequences that may not be completed, as `encode_rules`: stock biases them by -inf."""
+    """Encode sequences that must not be completed; like stock, as rules with a bias of -inf."""
     return encode_rules(tuple((sequence, -np.inf) for sequence in sequences))
 
 
 @cache
 def stock_matches_whole_context() -> bool:
-    """Does the installed transformers bias a sequence whose beginning is the whole context (5.23: yes, 5.17: no)?
+    """Return whether stock biases a sequence whose beginning is the whole context (transformers 5.23 does, 5.17 not).
 
-    The release that does also adds biases up by length of sequence.
+    A release that does also adds biases up by length of sequence.
     """
     from transformers import SequenceBiasLogitsProcessor
 
@@ -158,7 +159,7 @@ def stock_matches_whole_context() -> bool:
 
 @cache
 def stock_decays_finite_only() -> bool:
-    """Does the installed transformers leave a barred EOS out of its length penalty (5.23: yes, 5.17: it turns NaN)?"""
+    """Return whether stock's length penalty skips a barred EOS (transformers 5.23 does; 5.17 makes it NaN)."""
     from transformers import ExponentialDecayLengthPenalty
 
     processor = ExponentialDecayLengthPenalty((0, 2.0), torch.zeros(1, dtype=torch.int64, device="cpu"), 0)

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False
-"""Stock's logits processors over rows of a batch, each with the settings of its slot, in a few launches and no sync.
+"""Stock's logits processors over rows of a batch, each with the settings of its slot, in a few launches without a sync.
 
-Scores are copied to fp32 once; most stages then touch only the tokens that they change, and a program whose row has
-nothing to change ends at once. The reference is `hf_paged.sampling.edit_reference`.
+Scores are copied to fp32 once; most stages then touch only tokens that they change, and a program ends at once if its
+row has no such setting. The reference is `hf_paged.sampling.edit_reference`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.sampling.table import MIN_LENGTH, SamplingTable, setting
 
-# Programs that share a row's history or list, and what one looks at together; of a pass over the whole row.
+# Programs per row's history or list, and the elements of their tiles; then tiles of rules and of a whole row.
 _PROGRAMS, _TILE = 8, 512
 _RULE_TILE = 128
 _ROW_TILE = 4096
 
 
 class EditTable(NamedTuple):
-    """Settings of S slots on the logits' device, [S] each: what `hf_paged.sampling.edits.Edits` says, neutral or not.
+    """Settings of S slots on the logits' device, [S] each: the fields of `hf_paged.sampling.edits.Edits`.
 
-    Settings of any length lie in ``lists``, by name [lines, width] int32 padded with 0; ``lines`` names each slot's
-    line there, line 0 holding nothing. A list of tokens is its length and the tokens. A list of rules is the number of
-    targets, three numbers per target (token, where its first rule is, where they end), four per rule (where its prefix
-    is, the prefix's length, tokens that the sequence must have, float32 bias as bits), and the prefixes' tokens.
+    Settings of any length are in ``lists``, by name [lines, width] int32 padded with 0; ``lines`` has each slot's line
+    in them, and line 0 is empty. A list of tokens is its length and the tokens. A list of rules is the number of
+    targets, three numbers per target (token, index of its first rule, end of its rules), four per rule (index of its
+    prefix, the prefix's length, the sequence's least number of tokens, float32 bias as bits), and the prefixes' tokens.
     """
 
     repetition_penalty: torch.Tensor  # float32
@@ -36,14 +36,14 @@ class EditTable(NamedTuple):
     presence_penalty: torch.Tensor  # float32
     frequency_penalty: torch.Tensor  # float32
     decay_factor: torch.Tensor  # float64
-    decay_start: torch.Tensor  # int64, as all below: sequences longer than this are decayed
+    decay_start: torch.Tensor  # int64, like all below; longer sequences are decayed
     no_repeat_ngram_size: torch.Tensor
-    forced_bos: torch.Tensor  # -1: none
-    forced_eos_at: torch.Tensor  # position of the last allowed token, -1: none
-    begin: torch.Tensor  # position at which begin_suppress_tokens are barred, -1: none
+    forced_bos: torch.Tensor  # -1 if none
+    forced_eos_at: torch.Tensor  # position of the last allowed token, -1 if none
+    begin: torch.Tensor  # position at which begin_suppress_tokens are barred, -1 if none
     remove_invalid: torch.Tensor  # 0 or 1
     renormalize: torch.Tensor  # 0 or 1
-    prompt_length: torch.Tensor  # of slots that are not neutral: tokens from here on were generated
+    prompt_length: torch.Tensor  # valid for slots with edits: later tokens were generated
     lines: dict[str, torch.Tensor]
     lists: dict[str, torch.Tensor]
 
@@ -52,7 +52,7 @@ class EditTable(NamedTuple):
 def _add_biases_kernel(
     scores, lists, lines, slots, position, history, vocab_size, width, history_stride, TILE: tl.constexpr
 ):
-    """Every target of a row's rules: the biases of those that match, summed in their order, then added to its score."""
+    """Add to each target of a row's rules the sum, in their order, of the biases of matching rules."""
     row = tl.program_id(0).to(tl.int64)
     slot, place = tl.load(slots + row), tl.load(position + row).to(tl.int64)
     line = lists + tl.load(lines + slot) * width
@@ -98,7 +98,7 @@ def _penalise_seen_kernel(
     source, scores, penalties, lists, lines, slots, position, history, source_stride, vocab_size, width,
     history_stride, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Penalised scores of the tokens seen. Read from elsewhere, so that a token seen twice comes out the same."""
+    """Penalise the tokens of a row's history and list; reads ``source``, so that a repeated token is penalised once."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     penalty = tl.load(penalties + slot)
@@ -125,7 +125,7 @@ def _count_kernel(
     counts, presence, frequency, prompt_length, slots, position, history, vocab_size, history_stride,
     PROGRAMS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """How often each token was generated, of rows with penalties on it."""
+    """Count how often each token was generated, in rows with presence or frequency penalties."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if (tl.load(presence + slot) != 0.0) | (tl.load(frequency + slot) != 0.0):
@@ -140,7 +140,7 @@ def _count_kernel(
 
 @jit(varying_pointers=("presence", "frequency", "slots"))
 def _penalise_counts_kernel(scores, counts, presence, frequency, slots, vocab_size, TILE: tl.constexpr):
-    """Whole rows, of which only the tokens that were generated are written."""
+    """Subtract presence and frequency penalties; covers whole rows but writes only generated tokens."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     once, each = tl.load(presence + slot), tl.load(frequency + slot)
@@ -166,7 +166,7 @@ def _bar_repeated_ngrams_kernel(
             at = start + tl.arange(0, TILE)
             repeated = at < windows
             for i in range(size - 1):
-                wanted = tl.load(history + windows + i)  # the sequence's last size - 1 tokens
+                wanted = tl.load(history + windows + i)  # one of the sequence's last size - 1 tokens
                 repeated &= tl.load(history + at + i, mask=repeated, other=-1) == wanted
             token = tl.load(history + at + size - 1, mask=repeated, other=-1)
             tl.store(scores + row * vocab_size + token, float("-inf"), mask=(token >= 0) & (token < vocab_size))
@@ -190,7 +190,7 @@ def _force_kernel(
     scores, forced_bos, forced_eos_at, remove_invalid, lists, lines, slots, position, vocab_size, width,
     TILE: tl.constexpr,
 ):
-    """Whole rows: the first or the last token forced, then invalid values removed."""
+    """Force the first or the last token, then remove invalid values; covers whole rows."""
     row = tl.program_id(0).to(tl.int64)
     slot, place = tl.load(slots + row), tl.load(position + row)
     bos = tl.load(forced_bos + slot)
@@ -244,7 +244,7 @@ def _bar_kernel(
     scores, begin, lists, lines, slots, position, vocab_size, width, AT_BEGIN: tl.constexpr, PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """-inf at the tokens of a row's list, always or only where the row begins."""
+    """Set the tokens of a row's list to -inf, always or only at the row's `begin`."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     line = lists + tl.load(lines + slot) * width
@@ -258,9 +258,9 @@ def _bar_kernel(
 
 
 def decay_strength(table: EditTable, slots: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Float32 [R]: what the length penalty multiplies |score| by; of rows that are not decayed yet, 0."""
+    """Return float32 [R], the length penalty's multiplier of |score|; 0 for rows before their start."""
     over = (position - table.decay_start[slots]).clamp(min=0)
-    # In float64, as the Python numbers of stock, and rounded once.
+    # In float64 like the Python numbers of stock, and rounded once.
     return (table.decay_factor[slots].pow(over) - 1.0).float()
 
 
@@ -268,26 +268,26 @@ def edit_logits(
     logits: torch.Tensor, sampling: SamplingTable, table: EditTable, slots: torch.Tensor, position: torch.Tensor,
     history: torch.Tensor, features: frozenset[str], *, decays_finite_only: bool,
 ) -> torch.Tensor:
-    """Scores after the processors that come before temperature, in stock's order, minimum length included.
+    """Return scores after the processors before temperature, in stock's order, minimum length included.
 
-    Settings are read on the device: while no table moves, one CUDA graph serves every mix of rows.
+    Settings are read on the device: until a table moves, one CUDA graph serves every mix of rows.
 
     Args:
         logits: ``[R, V]``, bfloat16, float16 or float32; the last dim is contiguous. Not changed.
-        sampling: gives EOS and the minimum length, [S] slots.
-        table: the other settings of S slots, on the logits' device.
+        sampling: EOS and minimum length of S slots.
+        table: The other settings of S slots, on the logits' device.
         slots: ``[R]`` int64, contiguous.
-        position: ``[R]`` int64 or int32, contiguous: tokens of each row that ``history`` holds.
+        position: ``[R]`` int64 or int32, contiguous: number of each row's tokens in ``history``.
         history: ``[>= S, capacity]`` int32, the last dim contiguous.
-        features: the stages to run, as `Edits.features` names them.
-        decays_finite_only: does the length penalty leave infinite scores alone (as transformers does since 5.23)?
+        features: Names of the stages to run, from `Edits.features`.
+        decays_finite_only: Whether the length penalty skips infinite scores (as in transformers since 5.23).
 
     Returns:
         ``[R, V]`` float32, contiguous.
 
     Raises:
-        ValueError: shapes, dtypes or strides that are not as above.
-        RuntimeError: Triton is not installed.
+        ValueError: If shapes, dtypes or strides are not as above.
+        RuntimeError: If Triton is not installed.
     """
     _check(logits, slots, position, history)
     require_triton()
@@ -299,7 +299,7 @@ def edit_logits(
 
     def add_biases(name: str) -> None:
         lists = table.lists[name]
-        most = max(1, (lists.shape[1] - 1) // 7)  # a target takes three numbers, and a rule at least four
+        most = max(1, (lists.shape[1] - 1) // 7)  # a target takes three numbers, and its rule at least four
         _add_biases_kernel[(num_rows, -(-most // _RULE_TILE))](
             scores, lists, table.lines[name], *rows, history, vocab_size, lists.shape[1], stride, TILE=_RULE_TILE,
             enable_fp_fusion=False,

@@ -1,7 +1,7 @@
-"""Stock's logits processors in torch, over rows that each have their own settings: what a CPU runs.
+"""Stock's logits processors in torch, over rows with their own settings, for a CPU and as the kernels' reference.
 
 Every stage takes float32 scores [R, V], which it may change, the rows' ``slots`` and ``position`` [R] int64, and
-``history`` [S, capacity], and returns the scores after it. A row whose slot does not use the stage keeps its values.
+``history`` [S, capacity], and returns or updates the scores. A row whose slot does not use the stage is unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def edited_scores(
     logits: torch.Tensor, sampling: SamplingTable, table: EditTable, slots: torch.Tensor, position: torch.Tensor,
     history: torch.Tensor, features: frozenset[str],
 ) -> torch.Tensor:
-    """Float32 scores [R, V] after the processors that come before temperature, of the stages in ``features``."""
+    """Return float32 scores [R, V] after the processors before temperature, for the stages in ``features``."""
     scores, position = logits.to(torch.float32, copy=True), position.long()
     if "sequence_bias" in features:
         add_biases(scores, table, "sequence_bias", slots, position, history)
@@ -44,14 +44,14 @@ def edited_scores(
 
 
 def tokens_of(table: EditTable, name: str, slots: torch.Tensor) -> torch.Tensor:
-    """The slots' lists of tokens [R, N] int64, padded with -1."""
+    """Return the slots' lists of tokens [R, N] int64, padded with -1."""
     lines = table.lists[name][table.lines[name][slots]].long()
     count, tokens = lines[:, :1], lines[:, 1:]
     return tokens.where(torch.arange(tokens.shape[1], device=tokens.device) < count, -1)
 
 
 def bar(scores: torch.Tensor, tokens: torch.Tensor, active: torch.Tensor | None = None) -> None:
-    """-inf at ``tokens`` [R, N] of the ``active`` rows [R]; ids that the vocabulary has not are ignored."""
+    """Set ``tokens`` [R, N] of the ``active`` rows [R] to -inf; ignores ids outside the vocabulary."""
     _assign(scores, tokens, -torch.inf, active)
 
 
@@ -67,7 +67,7 @@ def add_biases(
     scores: torch.Tensor, table: EditTable, name: str, slots: torch.Tensor, position: torch.Tensor,
     history: torch.Tensor,
 ) -> None:
-    """Add to the last token of every sequence whose other tokens end the row's, in stock's order of additions."""
+    """Add biases to the last token of every sequence whose other tokens end the row, in stock's order of additions."""
     lines = table.lists[name][table.lines[name][slots]].long()
     most = int(lines[:, 0].max())
     if most == 0:
@@ -92,7 +92,7 @@ def add_biases(
 def penalise_seen(
     scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position: torch.Tensor, history: torch.Tensor
 ) -> torch.Tensor:
-    """Divide positive and multiply negative scores of the tokens seen, once each."""
+    """Divide positive and multiply negative scores of the tokens seen, once per token."""
     vocab_size = scores.shape[1]
     seen = history[slots, : int(position.max())].long()
     seen = seen.where(torch.arange(seen.shape[1], device=seen.device) < position[:, None], -1)
@@ -108,7 +108,7 @@ def penalise_seen(
 def penalise_counts(
     scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position: torch.Tensor, history: torch.Tensor
 ) -> torch.Tensor:
-    """Take the frequency penalty off each score as often as its token was generated, and the presence penalty once."""
+    """Subtract the frequency penalty per occurrence of a generated token, and the presence penalty once."""
     vocab_size = scores.shape[1]
     generated = history[slots, : int(position.max())].long()
     at = torch.arange(generated.shape[1], device=scores.device)
@@ -124,7 +124,7 @@ def penalise_counts(
 def bar_repeated_ngrams(
     scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position: torch.Tensor, history: torch.Tensor
 ) -> None:
-    """-inf at tokens that would complete an n-gram which the sequence holds already."""
+    """Set tokens to -inf that would complete an n-gram of the sequence again."""
     sizes = table.no_repeat_ngram_size[slots]
     for row in ((sizes > 0) & (position >= sizes)).nonzero().flatten().tolist():
         size, length = int(sizes[row]), int(position[row])
@@ -135,7 +135,7 @@ def bar_repeated_ngrams(
 
 
 def force(scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position: torch.Tensor) -> None:
-    """0 at the forced tokens and -inf elsewhere, where the sequence has its first token or lacks its last."""
+    """Set forced tokens to 0 and all others to -inf, at position 1 and at the last allowed position."""
     bos = table.forced_bos[slots]
     at_begin, at_end = (position == 1) & (bos >= 0), position == table.forced_eos_at[slots]
     scores.masked_fill_((at_begin | at_end)[:, None], -torch.inf)
@@ -144,12 +144,12 @@ def force(scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position:
 
 
 def remove_invalid(scores: torch.Tensor, table: EditTable, slots: torch.Tensor) -> torch.Tensor:
-    """NaN becomes 0, infinities the largest and the smallest finite number."""
+    """Replace NaN by 0, and infinities by the largest and the smallest finite number."""
     return torch.where((table.remove_invalid[slots] > 0)[:, None], scores.nan_to_num(), scores)
 
 
 def favour_eos(scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position: torch.Tensor) -> None:
-    """Raise EOS by a multiple of its absolute score that grows with every token past the start."""
+    """Raise EOS by a multiple of its absolute score that grows with every token after the start."""
     eos = tokens_of(table, "decay_eos", slots)
     there = (eos >= 0) & (eos < scores.shape[1]) & (position > table.decay_start[slots])[:, None]
     row, at = there.nonzero(as_tuple=True)

@@ -1,6 +1,6 @@
-"""What the sampler's kernels leave out: typical, epsilon, eta, renormalisation, scores at the ends of fp32.
+"""Sampling steps without kernels: typical, epsilon and eta filters, renormalisation, scores at the limits of fp32.
 
-Torch only, no host sync on CUDA. Filters are transformers', in their order and with their roundings.
+In torch, without host sync on CUDA. Filters have transformers' order and roundings.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from hf_paged.sampling.gumbel import exponential_noise
 from hf_paged.sampling.sampler import SamplingRows, min_p_filtered, top_p_filtered
 
 WARPERS = frozenset({"typical", "epsilon", "eta"})
-# A row of 150,000 tokens takes some 10 MB while it is sorted.
+# Sorting a row of 150,000 tokens takes some 10 MB.
 _ROWS_AT_ONCE = 64
 
 
 def settle_extremes(scores: torch.Tensor, rows: SamplingRows) -> None:
-    """Sampled rows whose best score is the largest or smallest finite number, which `remove_invalid` leaves behind.
+    """Adjust sampled rows whose best score is the largest or smallest finite number, made by `remove_invalid`.
 
-    Stock adds no noise to such scores: ties are equally likely, so the row is moved to have its best at 0. Where the
-    temperature would make it infinite, stock trips: NaN says so.
+    Stock adds no noise to such scores: ties are equally likely, so the row is shifted to a best score of 0. If the
+    temperature would make the score infinite, stock raises, and a NaN marks the row as invalid.
     """
     top, largest = scores.amax(dim=-1), torch.finfo(torch.float32).max
     extreme = rows.drawn & (top.abs() == largest)
@@ -30,7 +30,7 @@ def settle_extremes(scores: torch.Tensor, rows: SamplingRows) -> None:
 
 
 def renormalize_greedy(scores: torch.Tensor, rows: SamplingRows, wanted: torch.Tensor) -> torch.Tensor:
-    """log-softmax of the greedy rows among ``wanted`` [R]: its rounding makes ties. A draw does not depend on it."""
+    """Apply log-softmax to the greedy rows among ``wanted`` [R], whose rounding makes ties; sampling is unaffected."""
     return torch.where(((wanted > 0) & ~rows.drawn)[:, None], scores.log_softmax(dim=-1), scores)
 
 
@@ -38,7 +38,7 @@ def draw_warped(
     scores: torch.Tensor, rows: SamplingRows, table: EditTable, slots: torch.Tensor, tokens: torch.Tensor,
     logprob: torch.Tensor | None,
 ) -> None:
-    """Replace ``tokens`` [R] (and ``logprob``) of sampled rows with typical, epsilon or eta filters; -1 stays."""
+    """Sample rows with typical, epsilon or eta filters again, into ``tokens`` [R] and ``logprob``; -1 stays."""
     filters = torch.stack([table.typical_p[slots], table.epsilon_cutoff[slots], table.eta_cutoff[slots]])
     wanted = rows.drawn & ((filters[0] < 1.0) | (filters[1] > 0.0) | (filters[2] > 0.0)) & (tokens >= 0)
     rows = rows._replace(temperature=rows.temperature.where(rows.drawn, 1.0))
@@ -55,7 +55,7 @@ def draw_warped(
 
 
 def warped_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """`processed_scores` without a look at the settings from the host, which would wait for the device."""
+    """Compute `processed_scores` without reading settings on the host, which would wait for the device."""
     scores = scores / rows.temperature[:, None]
     ascending, order = scores.sort(dim=-1, stable=True)
     vocab_size = scores.shape[1]
@@ -69,7 +69,7 @@ def warped_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def cut_off(
     scores: torch.Tensor, typical_p: torch.Tensor, epsilon_cutoff: torch.Tensor, eta_cutoff: torch.Tensor
 ) -> torch.Tensor:
-    """Typical, epsilon and eta filters over ``scores`` [R, V]; settings [R], 1, 0 and 0 where a row has none."""
+    """Apply typical, epsilon and eta filters to ``scores`` [R, V]; settings [R], 1, 0 and 0 in rows without them."""
     normalized = scores.log_softmax(dim=-1)
     entropy = -(normalized * normalized.exp()).nansum(dim=-1, keepdim=True)
     surprise = (-normalized - entropy).abs()
@@ -89,6 +89,6 @@ def cut_off(
 
 
 def _drop_below(scores: torch.Tensor, probability: torch.Tensor) -> torch.Tensor:
-    """-inf at less probable tokens, but for the best."""
+    """Set less probable tokens to -inf, except the best."""
     unlikely = scores.softmax(dim=-1) < probability[:, None]
     return scores.masked_fill(unlikely & (scores < scores.amax(dim=-1, keepdim=True)), -torch.inf)

@@ -1,8 +1,8 @@
-"""Stock's built-in logits processors for requests that each have their own: settings on the device, tokens from logits.
+"""Stock's built-in logits processors for requests with their own settings: settings on the device, tokens from logits.
 
-Order and semantics are those of transformers' `_get_logits_processor`, in fp32; presence and frequency penalties, which
-it has not, are OpenAI's and stand behind the repetition penalty, as in vLLM. On CUDA the kernels of `edit_logits` do
-the work, without a host sync; `edit_reference` is what a CPU runs.
+Order and semantics are those of transformers' `_get_logits_processor`, in fp32. Presence and frequency penalties, which
+transformers lacks, are OpenAI's and follow the repetition penalty, as in vLLM. On CUDA the kernels of `edit_logits`
+run, without a host sync; on a CPU `edit_reference`.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ _NEUTRAL_FLOATS, _NEUTRAL_NUMBERS = (1.0, 1.0, 0.0, 0.0, 0.0, 0.0), (_NEVER, 0, 
 
 @dataclass(frozen=True)
 class Edits:
-    """What one request does to its logits; the defaults do nothing. Lengths and starts are in tokens of the request."""
+    """Edits of one request's logits; the defaults have no effect. Lengths and starts are in tokens of the request."""
 
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0  # taken off the score of every token that was generated
-    frequency_penalty: float = 0.0  # as often as the token was generated
-    also_seen: tuple[int, ...] = ()  # penalised as if they were in the sequence
+    presence_penalty: float = 0.0  # subtracted from the score of every generated token
+    frequency_penalty: float = 0.0  # subtracted per occurrence of a generated token
+    also_seen: tuple[int, ...] = ()  # penalised like tokens of the sequence
     no_repeat_ngram_size: int = 0
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # without single EOS tokens, which stock drops
-    forced_bos_token_id: int | None = None  # the token after a prompt of one
-    forced_eos_token_ids: tuple[int, ...] = ()  # the last allowed token
+    forced_bos_token_id: int | None = None  # the token after a prompt of one token
+    forced_eos_token_ids: tuple[int, ...] = ()  # for the last allowed position
     remove_invalid_values: bool = False
     decay_start: int | None = None  # exponential_decay_length_penalty, in new tokens
     decay_factor: float = 1.0
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
-    typical_p: float = 1.0  # this and the next two are for sampling requests only
+    typical_p: float = 1.0  # this and the next two apply to sampling only
     epsilon_cutoff: float = 0.0
     eta_cutoff: float = 0.0
     renormalize_logits: bool = False
 
     def features(self) -> frozenset[str]:
-        """Names of the stages that this request needs, to be given to `sample_edited`; empty for neutral settings."""
+        """Return the names of the stages that this request needs, for `sample_edited`; empty for neutral settings."""
         wanted = {
             "sequence_bias": bool(self.sequence_bias),
             "repetition_penalty": self.repetition_penalty != 1.0,
@@ -88,24 +88,24 @@ NEUTRAL = Edits()
 
 
 class EditLines(NamedTuple):
-    """`Edits` of one request, encoded as `EditState` keeps them (see `EditTable`), so that a step only copies them."""
+    """`Edits` of one request in the encoding of `EditState` (see `EditTable`), which a step only copies."""
 
     features: frozenset[str]
     floats: np.ndarray  # [6] float32
     factor: float
     numbers: np.ndarray  # [8] int64
-    lists: tuple[bytes, ...]  # of `_NAMES`, each int32
+    lists: tuple[bytes, ...]  # int32, in the order of `_NAMES`
 
 
 def encode_edits(edits: Edits, prompt_length: int, max_length: int, eos: tuple[int, ...]) -> EditLines:
-    """The lines of one request.
+    """Encode the edits of one request.
 
     Args:
-        prompt_length, max_length: of the whole sequence in tokens, the prompt as it was given.
-        eos: ids that the length penalty favours.
+        prompt_length, max_length: Tokens of the prompt as given, and maximum tokens of the whole sequence.
+        eos: Token ids that the length penalty favours.
 
     Raises:
-        ValueError: a number that the tables cannot hold, or a list that is too long for them; names the setting.
+        ValueError: If the tables cannot hold a number or a list; the error names the setting.
     """
     if edits == NEUTRAL:
         return _NEUTRAL_LINES
@@ -118,9 +118,9 @@ def encode_edits(edits: Edits, prompt_length: int, max_length: int, eos: tuple[i
 
 
 class EditState:
-    """Settings of ``num_slots`` slots on the device, and of one more that stays neutral: rows that pad a graph.
+    """Settings of ``num_slots`` slots on the device, and of a neutral one for rows that pad a graph.
 
-    ``generation`` grows when a table moved: graphs that were captured before read the old one.
+    ``generation`` rises when a table moves, since graphs captured before read the old memory.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -133,25 +133,25 @@ class EditState:
         self._lists = {name: SharedLines(device) for name in _NAMES}
         self._growths = 0
         self._edited: set[int] = set()
-        self._half_written = False  # an exception, or an interrupt, left `put`
+        self._half_written = False  # True after an exception or interrupt in `put`
 
     @property
     def generation(self) -> int:
         return self._growths + sum(lists.moves for lists in self._lists.values())
 
     def grow(self, num_slots: int) -> None:
-        """Make room for more slots, neutral ones; what was the neutral line behind the last slot is a slot then."""
+        """Add neutral slots; the former neutral line becomes a slot."""
         floats, ints = self._neutral
         more = num_slots + 1 - len(self._factors)
         floats = torch.cat([self._floats, floats.expand(-1, more)], dim=1)
         ints = torch.cat([self._ints, ints.expand(-1, more)], dim=1)
         factors = torch.cat([self._factors, self._factors.new_ones(more)])
-        self._growths += 1  # no call between this and the next line: an interrupt comes behind calls
+        self._growths += 1  # no call between this and the next line, since an interrupt can only come after a call
         self._floats, self._ints, self._factors = floats, ints, factors
 
     @property
     def in_use(self) -> bool:
-        """False while every slot is neutral: `put` has nothing to do for settings that are, too."""
+        """Return whether a slot may have edits; if not, `put` has nothing to do for neutral settings."""
         return bool(self._edited) or self._half_written
 
     @property
@@ -163,10 +163,10 @@ class EditState:
         )
 
     def put(self, slots: np.ndarray, edits: Sequence[EditLines]) -> None:
-        """Settings of the requests that got ``slots`` [N], in place of those of the slots' former requests.
+        """Set the edits of the requests that got ``slots`` [N], replacing those of the slots' former requests.
 
-        Nothing is waited for. After a call that an exception left, every slot is neutral but for those of this call:
-        whoever ran is admitted again.
+        Does not wait for the device. After an exception in an earlier call all other slots are neutral, since running
+        requests are admitted again.
         """
         if self._half_written:
             self._forget()
@@ -187,7 +187,7 @@ class EditState:
         self._half_written = False
 
     def _forget(self) -> None:
-        """Every slot neutral; graphs stay valid."""
+        """Make every slot neutral; graphs stay valid."""
         floats, ints = self._neutral
         self._floats.copy_(floats.expand_as(self._floats))
         self._factors.fill_(1.0)
@@ -222,7 +222,7 @@ def _lists(edits: Edits, eos: tuple[int, ...]) -> tuple[bytes, ...]:
         "bad_words": encode_bars(edits.bad_words_ids),
         "also_seen": encode_tokens(edits.also_seen if edits.repetition_penalty != 1.0 else ()),
         "forced_eos": encode_tokens(edits.forced_eos_token_ids),
-        # Once each: an id given twice is penalised once.
+        # Without duplicates, since stock penalises a repeated id once.
         "decay_eos": encode_tokens(() if edits.decay_start is None else tuple(dict.fromkeys(eos))),
         "suppress": encode_tokens(edits.suppress_tokens),
         "begin_suppress": encode_tokens(edits.begin_suppress_tokens),
@@ -241,26 +241,26 @@ def sample_edited(
     tops: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
     masks: TokenMasks | None = None,
 ) -> torch.Tensor:
-    """One token per row from edited logits: `sample_tokens` behind the processors of each row's slot.
+    """Sample one token per row from edited logits: `sample_tokens` after the processors of each row's slot.
 
-    A row with neutral settings gets the token that it gets without this (on CUDA but for rounding, where fp32 scores
-    are summed in another order than bf16 logits).
+    A row with neutral settings gets the token of `sample_tokens` (on CUDA up to rounding, where fp32 scores are summed
+    in another order than bf16 logits).
 
     Args:
         logits: ``[R, V]``, not changed.
-        sampling_table: temperature, top-k, top-p, min-p, seed, minimum length of S slots.
-        edit_state: the other settings of S slots.
+        sampling_table: Temperature, top-k, top-p, min-p, seed and minimum length of S slots.
+        edit_state: The other settings of S slots.
         slots: ``[R]`` int64.
-        position: ``[R]`` int64 or int32, lengths of what the tokens follow.
-        history: ``[>= S, capacity]`` int32, tokens of the slots before `position`; receives the new ones.
-        features: what the rows' `Edits.features()` name together; other stages are not run.
-        logprob: ``[R]`` float32, as of `sample_tokens`.
-        tops: receive what `top_processed` makes of the edited scores.
-        masks: tokens that are barred besides, where stock runs processors of the caller: behind all that come before
+        position: ``[R]`` int64 or int32, positions of the sampled tokens.
+        history: ``[>= S, capacity]`` int32, tokens of the slots before `position`; receives the sampled tokens.
+        features: Union of the rows' `Edits.features()`; other stages are not run.
+        logprob: ``[R]`` float32, as in `sample_tokens`.
+        tops: Receive the results of `top_processed` for the edited scores.
+        masks: Further barred tokens, applied where stock runs the caller's processors: after all processors before
             temperature.
 
     Returns:
-        ``[R]`` int64, or -1 where stock's ``argmax`` or ``multinomial`` would trip over the edited scores.
+        ``[R]`` int64, or -1 where stock's ``argmax`` or ``multinomial`` would fail on the edited scores.
     """
     edit = edit_state.table
     settings = (sampling_table, edit, slots, position, history, features)
@@ -270,7 +270,7 @@ def sample_edited(
         scores = edited_scores(logits, *settings)
     if masks is not None:
         mask_tokens(scores, masks)
-    # EOS was barred at its place in the order; what came after may have lifted the bar.
+    # The edits have barred EOS in stock's order; barring it here again would undo later stages.
     table = sampling_table._replace(eos=sampling_table.eos[:, :0])
     on_cuda, torch_stages = logits.is_cuda, features & {"remove_invalid", "renormalize", *WARPERS}
     if on_cuda and not torch_stages and not tops:
@@ -290,6 +290,6 @@ def sample_edited(
         draw_warped(scores, rows, edit, slots, tokens, logprob)
     top_processed(scores, rows, features, tops, edit, slots)
     if warped or not on_cuda:
-        # An invalid row (-1) ends at commit; its stand-in must still be a real token for a step that overlaps.
+        # An invalid row (-1) ends at commit, but an overlapping step needs a valid token id.
         history[slots, rows.position] = tokens.clamp(min=0).to(torch.int32)
     return tokens

@@ -1,11 +1,11 @@
 # mypy: disallow-untyped-defs=False
-"""One token per row of the logits: greedy, or temperature, top-k, top-p and min-p, in two launches and no sort.
+"""Sampling of one token per row: greedy, or temperature, top-k, top-p and min-p, in two launches without a sort.
 
-Without filters a draw is Gumbel-max in two levels (Maddison et al. 2014, "A* sampling"): the largest of a group's
-perturbed scores is Gumbel about the group's logsumexp, independent of where it is. So one number per group chooses the
-group, one per token of that group the token, and the pass over the logits is a maximum and a sum of exponentials.
-Rows with filters use the same group values to find the few tokens that can survive (`_filtered_token`).
-The reference is `hf_paged.sampling.sampler.sample_reference`.
+Without filters a row is sampled by Gumbel-max in two levels (Maddison et al. 2014, "A* sampling"): the largest
+perturbed score of a group is Gumbel-distributed about the group's logsumexp, independent of its position. So one number
+per group chooses the group, one per token of that group the token, and the pass over the logits is a maximum and a sum
+of exponentials. Rows with filters use the same group values to find the few tokens that can survive
+(`_filtered_token`). The reference is `hf_paged.sampling.sampler.sample_reference`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from hf_paged.sampling.table import (
     setting,
 )
 
-# Tokens of a group. Part of what a seed means: another size draws other tokens.
+# Tokens of a group. Changing it changes the tokens of every seed.
 GROUP_SIZE = 1024
-# Programs of one warp that fill a large GPU twice; beyond that a program takes several groups.
+# Programs of one warp that fill a large GPU twice; with more groups, a program takes several.
 PROGRAMS = 8192
-# Candidates of a filtered row; a row with more is searched in place, which is slower.
+# Candidates of a filtered row; with more, the row is searched in place, which is slower.
 _HELD = 4096
 _PIECE = 32
-# Elements that a program of 256 threads looks at together: of candidates, of pieces, of a row.
+# Elements in a tile of a program of 256 threads: of candidates, of pieces, of a row.
 _HELD_TILE, _PIECE_TILE, _ROW_TILE = 1024, 2048, 2048
 
 
 @jit()
 def first_of_best(value, index, among):
-    """The lowest ``index`` whose value is the largest ``among`` the marked; 2**31 - 1 where none is marked."""
+    """Return the lowest ``index`` with the largest value ``among`` the marked; 2**31 - 1 if none is marked."""
     best = tl.max(tl.where(among, value, float("-inf")), 0)
     return tl.min(tl.where(among & (value == best), index, 0x7FFFFFFF), 0)
 
@@ -57,7 +57,7 @@ def _is_filtered(temperature, k, one_minus_top_p, min_p):
 
 @jit()
 def _scale_of(temperature):
-    """What scores are multiplied by for exp2; finite, so that a difference of 0 stays 0."""
+    """Return the factor of scores for exp2; finite, so that a difference of 0 stays 0."""
     return tl.minimum(1.4426950408889634 / tl.where(temperature == 0.0, 1.0, temperature), 1e38)
 
 
@@ -66,10 +66,10 @@ def group_stats_kernel(
     logits, floats, ints, eos, slots, position, group_top, group_mass, piece_top, row_stride, vocab_size, num_groups,
     groups_each, num_eos, first, GROUP: tl.constexpr, PIECE: tl.constexpr, LOGPROB: tl.constexpr,
 ):
-    """Of every group of a row: the maximum, and the sum of exponentials relative to it.
+    """Compute each group's maximum, and its sum of exponentials relative to the maximum.
 
-    The sum is NaN where the group makes its row invalid. Of rows with filters also the maximum of every piece
-    (PIECE 0: not). A row's columns are the tokens ``first`` to ``vocab_size``.
+    The sum is NaN if the group makes its row invalid. For rows with filters, also computes the maximum of every piece
+    (unless PIECE is 0). A row's columns are the tokens ``first`` to ``vocab_size - 1``.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -91,7 +91,7 @@ def group_stats_kernel(
                 mass = tl.sum(weight_of(score, tl.where(top == float("-inf"), 0.0, top), scale), 0)
                 mass = tl.where(top == float("inf"), 1.0, mass)
             mass = tl.where(tl.max((score != score).to(tl.int32), 0) > 0, float("nan"), mass)
-        if PIECE > 0:  # noqa: SIM102  (decided when it is compiled)
+        if PIECE > 0:  # noqa: SIM102  (decided at compile time)
             if filtered:
                 piece = (row * num_groups + group) * (GROUP // PIECE) + tl.arange(0, GROUP // PIECE)
                 tops = tl.max(tl.reshape(score, [GROUP // PIECE, PIECE]), 1)
@@ -108,7 +108,7 @@ def _choose_kernel(
     HELD_TILE: tl.constexpr, PIECE_TILE: tl.constexpr, ROW_TILE: tl.constexpr, SHIFT: tl.constexpr,
     HISTORY: tl.constexpr, LOGPROB: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """The token of a row, from its groups' values and a second look at the groups that matter."""
+    """Choose a row's token from the groups' values and a second pass over the groups that matter."""
     row = tl.program_id(0).to(tl.int64)
     slot, place = tl.load(slots + row), tl.load(position + row).to(tl.int64)
     logits += row * row_stride
@@ -124,7 +124,7 @@ def _choose_kernel(
     masses = tl.load(group_mass + row * num_groups + group, mask=group < num_groups, other=0.0)
     live = tops > float("-inf")
     top = tl.max(tops, 0)
-    top = tl.where(top == 0.0, 0.0, top)  # not -0.0, whose integer is below that of the other zero
+    top = tl.where(top == 0.0, 0.0, top)  # turns -0.0, whose integer orders below that of 0.0, into 0.0
     bad = tl.max((masses != masses).to(tl.int32), 0) > 0
     bad |= drawn & (top == float("-inf"))
     token, score, total = tl.full((), -1, tl.int32), top, tl.full((), 1.0, tl.float32)
@@ -155,7 +155,7 @@ def _choose_kernel(
                     one_minus_top_p, min_p, key0, key1, ROW_TILE, True, SHIFT, INTERPRETED,
                 )
         else:
-            # Greedy takes the first of -inf, too; a draw what is above -inf, even where the division brings it there.
+            # Greedy may take -inf, the first one; sampling takes logits above -inf even if the division gives -inf.
             value, among = tops, group < num_groups
             if drawn:
                 noise = gumbel_noise(group.to(tl.uint32) + GROUP_STREAM, key0, key1, INTERPRETED)
@@ -173,7 +173,7 @@ def _choose_kernel(
         known = (score - top) * scale * 0.6931471805599453 - tl.log(total)
         tl.store(logprob + row, tl.where(bad, float("nan"), known))
     if HISTORY:
-        # An invalid row ends at commit; its stand-in must still be a real token for a step that overlaps.
+        # An invalid row ends at commit, but an overlapping step needs a valid token id.
         tl.store(history + slot * history_stride + place, tl.maximum(token, 0))
 
 
@@ -181,27 +181,27 @@ def sample_tokens(
     logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, position: torch.Tensor, *,
     history: torch.Tensor | None = None, logprob: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token per row, a function of the row's logits, settings, seed and position alone.
+    """Sample one token per row, a function of the row's logits, settings, seed and position alone.
 
     The grid follows from shapes, and settings are read on the device: one CUDA graph serves every mix of rows. Tokens
-    are the reference's but where two perturbed scores, or a mass and its limit, are within rounding.
+    equal the reference's unless two perturbed scores, or a mass and its limit, are within rounding.
 
     Args:
         logits: ``[R, V]``, bfloat16, float16 or float32; rows may be strided, the last dim is contiguous.
-        table: settings of S slots, each tensor contiguous.
+        table: Settings of S slots, each tensor contiguous.
         slots: ``[R]`` int64, the rows' lines of the table.
-        position: ``[R]`` int64 or int32, the tokens' places in their sequences, ``0 .. 2**32 - 1``.
-        history: ``[>= S, capacity]`` int32; the token is written at [slot, position], 0 for an invalid row.
-        logprob: ``[R]`` float32, receives the log-probability of the token under the distribution it was drawn from
+        position: ``[R]`` int64 or int32, the tokens' positions in their sequences, ``0 .. 2**32 - 1``.
+        history: ``[>= S, capacity]`` int32; receives the token at [slot, position], 0 for an invalid row.
+        logprob: ``[R]`` float32, receives the token's log-probability under the distribution that it was sampled from
             (greedy: softmax of the logits, EOS barred); NaN for an invalid row.
 
     Returns:
-        ``[R]`` int64; greedy ties go to the lowest index. -1 where stock's ``argmax`` or ``multinomial`` would trip:
-        NaN anywhere in the row; when sampling, also +inf or nothing above -inf.
+            ``[R]`` int64; greedy ties go to the lowest index. -1 where stock's ``argmax`` or ``multinomial`` would
+            fail: NaN anywhere in the row; when sampling, also +inf or no score above -inf.
 
-    Raises:
-        ValueError: shapes, dtypes or strides that are not as above.
-        RuntimeError: Triton is not installed.
+        Raises:
+            ValueError: If shapes, dtypes or strides are not as above.
+            RuntimeError: If Triton is not installed.
     """
     _check(logits, table, slots, position, history, logprob)
     require_triton()
@@ -229,7 +229,7 @@ def sample_tokens(
             GROUP=GROUP_SIZE,
             PIECE=_PIECE,
             LOGPROB=logprob is not None,
-            num_warps=1,  # a group of 1024 is four 16-byte loads a thread, and its sums need no barrier
+            num_warps=1,  # a group of 1024 is four 16-byte loads per thread, and its sums need no barrier
             enable_fp_fusion=False,
         )
         _choose_kernel[(num_rows,)](
@@ -258,7 +258,7 @@ def sample_tokens(
             LOGPROB=logprob is not None,
             INTERPRETED=triton.knobs.runtime.interpret,
             num_warps=8,
-            maxnreg=128,  # two programs on a multiprocessor: 256 rows run at once on a large GPU
+            maxnreg=128,  # two programs per multiprocessor: 256 rows run at once on a large GPU
             enable_fp_fusion=False,
         )
     return out

@@ -1,8 +1,8 @@
-"""From logits to tokens: greedy, or temperature, top-k, top-p and min-p in stock generate's order, then Gumbel-max.
+"""Sampling from logits: greedy, or temperature, top-k, top-p and min-p in stock generate's order, then Gumbel-max.
 
-Random numbers come from (seed of the request, position of the token), hashed: a request draws the same numbers
-whatever else is in the batch, and again after it was preempted. On CUDA the Triton kernels of `sample_tokens` do the
-work; the torch code here is their reference, and what a CPU runs.
+Random numbers are hashed from (seed of the request, position of the token): a request gets the same numbers whatever
+else is in the batch, and again after a preemption. On CUDA the Triton kernels of `sample_tokens` run; the torch code
+here is their reference, and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def sample(
     logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, position: torch.Tensor,
     history: torch.Tensor, logprob: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Tokens int64 [R] of the rows at ``slots`` [R] for ``position`` [R], also written to ``history`` there.
+    """Sample tokens int64 [R] of the rows at ``slots`` [R] for ``position`` [R], and write them to ``history``.
 
-    Arguments and result as `sample_tokens`, which see.
+    Arguments and result as in `sample_tokens`.
     """
     if logits.is_cuda:
         return kernels.sample_tokens(logits, table, slots, position, history=history, logprob=logprob)
@@ -30,7 +30,7 @@ def sample(
     tokens = sample_reference(logits, rows)
     if logprob is not None:
         logprob.copy_(log_probs_reference(logits, rows, tokens))
-    # An invalid row (-1) ends at commit; its stand-in must still be a real token for a step that overlaps.
+    # An invalid row (-1) ends at commit, but an overlapping step needs a valid token id.
     history[slots, position] = tokens.clamp(min=0).to(torch.int32)
     return tokens
 
@@ -38,9 +38,9 @@ def sample(
 class SamplingRows(NamedTuple):
     """Settings of R rows, all tensors [R] on the logits' device."""
 
-    temperature: torch.Tensor  # float32, 0: greedy
-    top_k: torch.Tensor  # int64, 0: off
-    one_minus_top_p: torch.Tensor  # float32, 1 - top_p rounded once, as transformers compares it; 0: off
+    temperature: torch.Tensor  # float32, 0 for greedy
+    top_k: torch.Tensor  # int64, 0 for off
+    one_minus_top_p: torch.Tensor  # float32, 1 - top_p rounded once, as transformers compares it; 0 for off
     min_p: torch.Tensor  # float32
     seed: torch.Tensor  # int64
     position: torch.Tensor  # int64, index of the sampled token in its sequence
@@ -55,32 +55,32 @@ class SamplingRows(NamedTuple):
 
     @property
     def drawn(self) -> torch.Tensor:
-        """[R] bool: not greedy."""
+        """Return bool [R], False for greedy rows."""
         return self.temperature != 0.0
 
     @property
     def filtered(self) -> torch.Tensor:
-        """[R] bool: drawn with top-k, top-p or min-p."""
+        """Return bool [R], True for rows sampled with top-k, top-p or min-p."""
         return self.drawn & ((self.top_k > 0) | (self.one_minus_top_p > 0.0) | (self.min_p > 0.0))
 
     def at(self, index: torch.Tensor) -> SamplingRows:
-        """The rows at ``index``."""
+        """Return the rows at ``index``."""
         return SamplingRows(*(column[index] for column in self))
 
 
 def sample_reference(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """One token per row of ``logits`` [R, V]; int64 [R], or -1 where the row holds no valid distribution.
+    """Sample one token per row of ``logits`` [R, V]; int64 [R], or -1 if the row has no valid distribution.
 
-    Invalid is what stock's `argmax` or `multinomial` would trip over: NaN anywhere; when sampling, also +inf or
-    nothing above -inf. Greedy ties go to the lowest index.
+    A row is invalid if stock's `argmax` or `multinomial` would fail on it: with NaN anywhere; when sampling, also with
+    +inf or without a score above -inf. Greedy ties go to the lowest index.
     """
     scores = _bar_eos(logits.float(), rows)
     tokens = scores.argmax(dim=-1)
-    top = scores.gather(1, tokens[:, None])[:, 0]  # NaN counts as the largest
+    top = scores.gather(1, tokens[:, None])[:, 0]  # argmax treats NaN as the largest
     if not rows.drawn.any():
         return tokens.masked_fill_(top.isnan(), -1)
     invalid = top.isnan() | (rows.drawn & top.isinf())
-    # Gumbel-max (Gumbel 1954): argmax(log p + g) draws from p, with g = -log(Exponential(1)).
+    # Gumbel-max (Gumbel 1954): argmax(log p + g) samples from p, with g = -log(Exponential(1)).
     filtered = rows.filtered.nonzero().flatten()
     if len(filtered):
         some = rows.at(filtered)
@@ -95,7 +95,7 @@ def sample_reference(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def log_probs_reference(logits: torch.Tensor, rows: SamplingRows, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probability float32 [R] of ``tokens`` [R] under what they were drawn from; NaN for an invalid row (-1)."""
+    """Return log-probabilities float32 [R] of ``tokens`` [R] under their sampling distribution; NaN for -1."""
     scores = _bar_eos(logits.float(), rows)
     drawn = rows._replace(temperature=rows.temperature.where(rows.drawn, 1.0))
     filtered = rows.filtered[:, None]
@@ -105,9 +105,9 @@ def log_probs_reference(logits: torch.Tensor, rows: SamplingRows, tokens: torch.
 
 
 def processed_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Temperature, top-k, top-p, min-p over float32 ``scores`` [R, V], as transformers' warpers in their order.
+    """Apply temperature, top-k, top-p and min-p to float32 ``scores`` [R, V], in the order of transformers' warpers.
 
-    Looks at the settings on the host, to leave out what no row asks for.
+    Reads the settings on the host, to skip filters that no row uses.
     """
     scores = scores / rows.temperature[:, None]
     if (rows.top_k > 0).any():
@@ -116,7 +116,7 @@ def processed_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         kth = best.gather(1, (rows.top_k.clamp(1, k) - 1)[:, None])
         scores = scores.masked_fill((scores < kth) & (rows.top_k > 0)[:, None], -torch.inf)
     if (rows.one_minus_top_p > 0.0).any():
-        ascending, order = scores.sort(dim=-1, stable=True)  # the kernel drops the same ones of equal tokens
+        ascending, order = scores.sort(dim=-1, stable=True)  # of equal tokens the kernel drops the same ones
         scores = top_p_filtered(scores, ascending, order, rows)
     return min_p_filtered(scores, rows) if (rows.min_p > 0.0).any() else scores
 
@@ -124,7 +124,7 @@ def processed_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def top_p_filtered(
     scores: torch.Tensor, ascending: torch.Tensor, order: torch.Tensor, rows: SamplingRows
 ) -> torch.Tensor:
-    """``scores`` [R, V] without the least likely tokens of mass 1 - top_p; ``ascending`` and ``order``: sorted."""
+    """Drop from ``scores`` [R, V] the least likely tokens of mass 1 - top_p; ``ascending``, ``order``: their sort."""
     tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= rows.one_minus_top_p[:, None]
     tail &= (rows.one_minus_top_p > 0.0)[:, None]
     tail[:, -1] = False
@@ -132,29 +132,29 @@ def top_p_filtered(
 
 
 def min_p_filtered(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """``scores`` [R, V] without tokens less likely than min_p times the likeliest; 0 leaves a row as it is."""
+    """Drop from ``scores`` [R, V] tokens less likely than min_p times the likeliest; 0 leaves a row unchanged."""
     probs = scores.softmax(dim=-1)
     floor = rows.min_p[:, None] * probs.amax(dim=-1, keepdim=True)
     return scores.masked_fill(probs < floor, -torch.inf)
 
 
 def _bar_eos(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """``scores`` with EOS at -inf in rows that are too short to end."""
+    """Set EOS to -inf in rows below their minimum length."""
     barred = (rows.position < rows.min_length)[:, None] & (rows.eos >= 0)
     if not barred.any():
         return scores
     row, column = barred.nonzero(as_tuple=True)
-    # A minimum of the scores would keep NaN.
+    # Not by a minimum with -inf, which would keep NaN.
     return scores.index_put((row, rows.eos[row, column]), scores.new_tensor(-torch.inf))
 
 
 def drawn_in_groups(
     scores: torch.Tensor, seed: torch.Tensor, position: torch.Tensor, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gumbel-max over groups by their logsumexp, then over the tokens of the chosen group (see `sample_tokens`).
+    """Apply Gumbel-max to groups by their logsumexp, then to the tokens of the chosen group (see `sample_tokens`).
 
-    Value of the best group's perturbed logsumexp [R], and the column of the token drawn from that group [R]. Columns of
-    ``scores`` [R, n] are the tokens from ``first`` on, a multiple of the group size.
+    Returns the best group's perturbed logsumexp [R], and the column of the sampled token [R]. Columns of ``scores``
+    [R, n] are the tokens from ``first`` on, a multiple of the group size.
     """
     (rows, count), size = scores.shape, kernels.GROUP_SIZE
     num_groups = -(-count // size)
@@ -169,7 +169,7 @@ def drawn_in_groups(
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The 63-bit seed of the ``index``-th request of a call with base ``seed`` (splitmix64, Steele et al. 2014)."""
+    """Return the 63-bit seed of request ``index`` of a call with base ``seed`` (splitmix64, Steele et al. 2014)."""
     z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1342543DE82EF95) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False
-"""Sampling where every rank holds some columns of the logits: each names its best token, and the best of those wins.
+"""Sampling over ranks that each have some columns of the logits, for rows without filters.
 
-A rank's best is one int64 a row, a key whose order is that of the (perturbed) scores, the lowest token first among
-equals: the maximum of the ranks' keys is the token that `sample_tokens` takes from the whole row, since both levels of
-its draw are maxima. For rows without filters. Ranks begin at multiples of the sampler's group size.
+A rank's best token of a row is an int64 key with the order of the (perturbed) scores, the lowest token first among
+equals. The maximum of the ranks' keys is the token that `sample_tokens` takes from the whole row, since both levels of
+its choice are maxima. A rank's columns begin at a multiple of the sampler's group size.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hf_paged.sampling.sample_tokens import GROUP_SIZE, PROGRAMS, first_of_best,
 from hf_paged.sampling.sampler import drawn_in_groups
 from hf_paged.sampling.table import MIN_LENGTH, SEED, TEMPERATURE, SamplingTable, setting
 
-NO_TOKEN = -(2**63)  # below every key: a rank without a token to offer
-INVALID = 2**63 - 1  # above every key: what was seen makes the whole row invalid
+NO_TOKEN = -(2**63)  # below every key: the rank has no token for the row
+INVALID = 2**63 - 1  # above every key: the rank's columns make the whole row invalid
 _TOKEN_BITS = 0xFFFFFFFF
 
 
 class Columns(NamedTuple):
-    """A rank's columns: the tokens ``first`` to ``end`` of a vocabulary; further columns are padding."""
+    """A rank's columns: the tokens ``first`` to ``end - 1`` of a vocabulary; further columns are padding."""
 
     first: int
     end: int
@@ -32,15 +32,15 @@ class Columns(NamedTuple):
 
 def best_of_shard(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
                   position: torch.Tensor) -> torch.Tensor:
-    """Keys int64 [R] of the best token of each row among this rank's columns.
+    """Return keys int64 [R] of the best token of each row among this rank's columns.
 
     Args:
         logits: ``[R, >= columns.end - columns.first]``, bfloat16, float16 or float32; the last dim is contiguous.
         columns: ``first`` is a multiple of `GROUP_SIZE`.
-        table, slots, position: as for `sample_tokens`; filters are not looked at.
+        table, slots, position: As for `sample_tokens`; filters are ignored.
 
     Raises:
-        ValueError: columns that start inside a group.
+        ValueError: If columns start inside a group.
     """
     if columns.first % GROUP_SIZE:
         raise ValueError(f"columns.first={columns.first}: expected a multiple of {GROUP_SIZE}")
@@ -52,19 +52,19 @@ def best_of_shard(logits: torch.Tensor, columns: Columns, table: SamplingTable, 
 
 def settle_tokens(keys: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
                   history: torch.Tensor) -> torch.Tensor:
-    """Tokens int64 [R] of the winning ``keys`` [R], -1 for invalid rows; in ``history``, too, as by `sample_tokens`."""
+    """Return tokens int64 [R] of the maximum ``keys`` [R], -1 for invalid rows, and write them to ``history``."""
     run = settle_tokens_triton if keys.is_cuda else settle_tokens_reference
     return run(keys, slots, position, history)
 
 
 def keys_of(tokens: torch.Tensor) -> torch.Tensor:
-    """Keys of tokens [R] int64 (-1: an invalid row) that no other rank has a say in."""
+    """Return keys of tokens [R] int64 (-1: an invalid row) that this rank alone has sampled."""
     return torch.where(tokens < 0, INVALID, _TOKEN_BITS - tokens)
 
 
 def best_of_shard_reference(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
                             position: torch.Tensor) -> torch.Tensor:
-    """:func:`best_of_shard` in plain torch."""
+    """Compute :func:`best_of_shard` in plain torch."""
     count, place = columns.end - columns.first, position.long()
     scores = logits[:, :count].float()
     seed, _, min_length = table.int_settings(slots)
@@ -88,13 +88,13 @@ def best_of_shard_reference(logits: torch.Tensor, columns: Columns, table: Sampl
 
 
 def _packed(value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    bits = (value + 0.0).view(torch.int32).long()  # no -0.0, whose bits order below those of the other zero
+    bits = (value + 0.0).view(torch.int32).long()  # + 0.0 removes -0.0, whose bits order below those of 0.0
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (_TOKEN_BITS - token)
 
 
 def settle_tokens_reference(keys: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
                             history: torch.Tensor) -> torch.Tensor:
-    """:func:`settle_tokens` in plain torch."""
+    """Compute :func:`settle_tokens` in plain torch."""
     invalid = (keys == INVALID) | (keys == NO_TOKEN)
     tokens = (_TOKEN_BITS - (keys & _TOKEN_BITS)).masked_fill(invalid, -1)
     history[slots, position.long()] = tokens.clamp(min=0).to(history.dtype)
@@ -136,14 +136,14 @@ def _best_of_shard_kernel(
     key = (ordered << 32) | (0xFFFFFFFF - token.to(tl.int64))
     nothing = drawn & (tl.max(tops, 0) == float("-inf"))
     key = tl.where(nothing, -9223372036854775807 - 1, key)
-    # A sum of exponentials that is NaN marks a row that stock could not draw from either.
+    # A NaN sum of exponentials marks a row that stock could not sample from either.
     bad = tl.max((masses != masses).to(tl.int32), 0) > 0
     tl.store(out + row, tl.where(bad, 9223372036854775807, key))
 
 
 def best_of_shard_triton(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
                          position: torch.Tensor) -> torch.Tensor:
-    """:func:`best_of_shard` as two Triton launches."""
+    """Compute :func:`best_of_shard` by two Triton launches."""
     require_triton()
     num_rows, device = len(logits), logits.device
     out = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -176,13 +176,13 @@ def _settle_tokens_kernel(keys, slots, position, history, out, num_rows, history
     token = 0xFFFFFFFF - (key & 0xFFFFFFFF)
     token = tl.where((key == 9223372036854775807) | (key == -9223372036854775807 - 1), -1, token)
     tl.store(out + row, token, mask=inside)
-    # A stand-in for an invalid row, which ends at commit: a step that overlaps reads it.
+    # An invalid row ends at commit, but an overlapping step needs a valid token id.
     tl.store(history + slot * history_stride + place, tl.maximum(token, 0).to(tl.int32), mask=inside)
 
 
 def settle_tokens_triton(keys: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
                          history: torch.Tensor) -> torch.Tensor:
-    """:func:`settle_tokens` as one Triton launch."""
+    """Compute :func:`settle_tokens` by one Triton launch."""
     require_triton()
     out = torch.empty(len(keys), dtype=torch.int64, device=keys.device)
     if len(keys):

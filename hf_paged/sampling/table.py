@@ -1,4 +1,4 @@
-"""Sampling settings of the slots on the device: one definition of their columns for host and kernels."""
+"""Sampling settings of the slots on the device, with one definition of the columns for host and kernels."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from hf_paged.kernels._triton import column_numbers, jit, tl
 
 
 class FloatSettings(NamedTuple):
-    """Columns of `SamplingTable.floats`; on the host numbers of one slot or tensors of many."""
+    """Columns of `SamplingTable.floats`: numbers of one slot on the host, or tensors of many slots."""
 
-    temperature: Any  # 0: greedy
-    one_minus_top_p: Any  # rounded once, as transformers compares it; 0: off
-    min_p: Any  # 0: off
+    temperature: Any  # 0 for greedy
+    one_minus_top_p: Any  # rounded once, as transformers compares it; 0 for off
+    min_p: Any  # 0 for off
 
 
 class IntSettings(NamedTuple):
     """Columns of `SamplingTable.ints`."""
 
     seed: Any
-    top_k: Any  # 0: off
+    top_k: Any  # 0 for off
     min_length: Any  # EOS is barred while position < min_length
 
 
 class SamplingTable(NamedTuple):
-    """Settings of S slots on the logits' device; of a greedy one (temperature 0) the filters are ignored."""
+    """Settings of S slots on the logits' device; a greedy slot (temperature 0) ignores the filters."""
 
     floats: torch.Tensor  # [S, 3] float32, see `FloatSettings`
     ints: torch.Tensor  # [S, 3] int64, see `IntSettings`
@@ -47,5 +47,5 @@ assert len(FloatSettings._fields) == len(IntSettings._fields) == 3
 
 @jit()
 def setting(table, slot, COLUMN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A slot's number in a column of ``floats`` or ``ints``."""
+    """Load a slot's number in a column of ``floats`` or ``ints``."""
     return tl.load(table + slot * _WIDTH + COLUMN)

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""Log-probabilities of sampled tokens under the model's own logits, before any processor, and the kinds there are."""
+"""Log-probabilities of sampled tokens under the model's own logits, before any processor; names of the kinds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
 
-# Under the distribution that a token was drawn from (`sample_tokens`, `sample_edited`); under the logits as they are.
+# Under the distribution that a token was sampled from (`sample_tokens`, `sample_edited`); under the unprocessed logits.
 PROCESSED, RAW = "processed", "raw"
 LOGPROBS = (PROCESSED, RAW)
 NO_LOG_PROBS: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -19,19 +19,19 @@ _TILE = 4096
 
 
 def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """log-softmax, in float32, of each row of the logits at its token.
+    """Compute float32 log-softmax of each row of the logits at its token.
 
     Args:
         logits: ``[R, V]``, bfloat16, float16 or float32; rows may be strided, the last dim is contiguous.
         tokens: ``[R]`` int64 in ``[-1, V)``, contiguous; -1 marks an invalid row.
-        out: ``[R]`` float32, contiguous, receives the result: NaN for an invalid row, and where the row has a NaN or
-            nothing finite.
+        out: ``[R]`` float32, contiguous, receives the result: NaN for an invalid row, and if the row has a NaN or no
+            finite score.
 
     Returns:
         ``out``.
 
     Raises:
-        ValueError: shapes, dtypes or strides that are not as above.
+        ValueError: If shapes, dtypes or strides are not as above.
     """
     _check(logits, tokens, out)
     run = token_log_probs_triton if logits.is_cuda else token_log_probs_reference
@@ -39,14 +39,14 @@ def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, out: torch.Tenso
 
 
 def token_log_probs_reference(logits: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """:func:`token_log_probs` in plain torch."""
+    """Compute :func:`token_log_probs` in plain torch."""
     known = logits.float().log_softmax(dim=-1).gather(1, tokens.clamp(min=0)[:, None])[:, 0]
     return out.copy_(known.masked_fill(tokens < 0, torch.nan))
 
 
 @jit(varying_pointers=("tokens", "out"))
 def _token_log_probs_kernel(logits, tokens, out, row_stride, vocab_size, TILE: tl.constexpr):
-    """A program per row, in one pass: every lane keeps the maximum of its columns and the sum relative to it."""
+    """Compute a row per program in one pass; every lane keeps the maximum of its columns and the sum relative to it."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     logits += row * row_stride
@@ -66,7 +66,7 @@ def _token_log_probs_kernel(logits, tokens, out, row_stride, vocab_size, TILE: t
 
 
 def token_log_probs_triton(logits: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """:func:`token_log_probs` as one Triton launch."""
+    """Compute :func:`token_log_probs` by one Triton launch."""
     require_triton()
     if len(tokens):
         with on_device_of(logits):

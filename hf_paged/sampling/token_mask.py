@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False
-"""Barring tokens by bit masks that the host made: of every row that has a mask, logits whose bit is 0 become -inf.
+"""Barring of tokens by bit masks from the host: in rows with a mask, logits whose bit is 0 become -inf.
 
-A mask has a bit per token of the whole vocabulary, the lowest bit of a word first, as xgrammar and llguidance fill it.
+A mask has a bit per token of the whole vocabulary, lowest bit of a word first, as in xgrammar and llguidance.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ _TILE = 4096
 
 
 class TokenMasks(NamedTuple):
-    """Masks of some rows. ``words`` [M, W] int32, bit ``token % 32`` of word ``token // 32`` being 1 for an allowed
-    token; ``lines`` [R] int32: each row's line of ``words``, or -1 for a row that has none. Both on the logits' device.
+    """Masks of some rows. ``words`` [M, W] int32, bit ``token % 32`` of word ``token // 32`` is 1 for an allowed token;
+    ``lines`` [R] int32: each row's line of ``words``, or -1 for a row without a mask. Both on the logits' device.
     """
 
     words: torch.Tensor
     lines: torch.Tensor
 
     def of(self, rows: slice, padding: int = 0) -> TokenMasks:
-        """Those of a part of the rows, to which ``padding`` rows without a mask are added first."""
+        """Return the masks of a slice of the rows, after ``padding`` rows without a mask were appended."""
         return self._replace(lines=torch.nn.functional.pad(self.lines, (0, padding), value=-1)[rows])
 
 
 class HostMasks(NamedTuple):
-    """`TokenMasks` on the host: ``words`` in memory that is pinned where they go to a GPU, and ``lines`` [R] int32."""
+    """`TokenMasks` on the host: ``words`` in memory that is pinned for a GPU, and ``lines`` [R] int32."""
 
     words: torch.Tensor
     lines: np.ndarray
 
     def to(self, device: torch.device) -> TokenMasks:
-        """On the logits' device, without waiting; ``words`` on a CPU are the same memory."""
+        """Copy to the logits' device without waiting; on a CPU ``words`` share their memory."""
         return TokenMasks(self.words.to(device, non_blocking=True), upload(self.lines, device))
 
 
 def mask_tokens(logits: torch.Tensor, masks: TokenMasks, first: int = 0) -> torch.Tensor:
-    """Put -inf, in place, where a row's mask has a 0.
+    """Set logits to -inf in place where a row's mask has a 0.
 
     Args:
         logits: ``[R, n]``, bfloat16, float16 or float32, the last dim contiguous; rows may be strided.
-        masks: of the R rows. Tokens beyond the last word are barred.
-        first: the token of the first column: a rank has a part of the vocabulary, wherever that begins.
+        masks: Masks of the R rows. Tokens beyond the last word are barred.
+        first: Token of the first column, for a rank with a part of the vocabulary; need not be a multiple of 32.
 
     Returns:
         ``logits``.
 
     Raises:
-        ValueError: shapes, dtypes or strides that are not as above.
+        ValueError: If shapes, dtypes or strides are not as above.
     """
     words, lines = masks
     if logits.dim() != 2 or logits.stride(1) != 1 or not logits.is_floating_point():
@@ -68,7 +68,7 @@ def mask_tokens(logits: torch.Tensor, masks: TokenMasks, first: int = 0) -> torc
 
 
 def mask_tokens_reference(logits: torch.Tensor, masks: TokenMasks, first: int = 0) -> torch.Tensor:
-    """:func:`mask_tokens` in plain torch."""
+    """Compute :func:`mask_tokens` in plain torch."""
     words, lines = masks
     rows = (lines >= 0).nonzero().flatten()
     if not len(rows):
@@ -83,7 +83,7 @@ def mask_tokens_reference(logits: torch.Tensor, masks: TokenMasks, first: int = 
 
 @jit(varying_ints=("first", "num_words"), varying_pointers=("words", "lines"))
 def _mask_tokens_kernel(logits, words, lines, row_stride, width, num_words, first, TILE: tl.constexpr):
-    """A program per row and tile of columns; a row without a mask is left as it is."""
+    """Mask a tile of columns of a row per program; skips rows without a mask."""
     row = tl.program_id(0).to(tl.int64)
     line = tl.load(lines + row).to(tl.int64)
     if line >= 0:
@@ -96,7 +96,7 @@ def _mask_tokens_kernel(logits, words, lines, row_stride, width, num_words, firs
 
 
 def mask_tokens_triton(logits: torch.Tensor, masks: TokenMasks, first: int = 0) -> torch.Tensor:
-    """:func:`mask_tokens` by a kernel that reads a word per 32 logits, and writes barred logits alone."""
+    """Compute :func:`mask_tokens` by a kernel that reads one word per 32 logits and writes only barred logits."""
     require_triton()
     num_rows, width = logits.shape
     if num_rows and width:

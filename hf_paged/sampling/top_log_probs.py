@@ -1,7 +1,7 @@
-"""The most likely tokens of a row with their log-probabilities, under the distributions of `token_log_probs`.
+"""The likeliest tokens of a row with their log-probabilities, under the distributions of `token_log_probs`.
 
-Torch and one kernel, without a look at a value from the host: a CUDA graph holds it. Only steps in which a request asks
-for them run it.
+Uses torch and one kernel without reading values on the host, so that a CUDA graph can hold it. Runs only in steps with
+a request for these log-probabilities.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from hf_paged.sampling.edit_warpers import WARPERS, cut_off, warped_scores
 from hf_paged.sampling.sampler import SamplingRows
 from hf_paged.sampling.token_log_probs import LOGPROBS, PROCESSED, token_log_probs
 
-# A stage of `RequestState.stages`: a row is drawn with top-k, top-p or min-p, and somebody has to know that.
+# A stage of `RequestState.stages`: a row uses top-k, top-p or min-p, and a later stage has to know.
 FILTERS = "filters"
 MOST_TOP = 128
-# Tokens that are brought, the next of these above what is asked for: each width has graphs of its own.
+# Numbers of tokens to return, rounded up to one of these, since each width has its own graphs.
 _WIDTHS = (8, 32, MOST_TOP)
-_ROWS_AT_ONCE = 64  # while rows are sorted, as in `edit_warpers`
+_ROWS_AT_ONCE = 64  # bounds the memory of sorting rows, as in `edit_warpers`
 
 
 class Top(NamedTuple):
-    """``width`` tokens under one of `LOGPROBS`: [R, 2, width] float32, log-probabilities above token ids.
+    """``width`` tokens under one of `LOGPROBS`: [R, 2, width] float32, with log-probabilities [:, 0] and ids [:, 1].
 
-    The likeliest come first. Ids are whole numbers below 2**24, which float32 holds; behind a vocabulary that is
-    smaller than ``width`` the log-probabilities are -inf.
+    The likeliest come first. Ids are whole numbers below 2**24, which float32 holds exactly; if the vocabulary is
+    smaller than ``width``, the remaining log-probabilities are -inf.
     """
 
     kind: str
     width: int
 
 
-# By the names under which a step brings them, beside those of `LOGPROBS` themselves.
+# Names of results of a step, beside the names of `LOGPROBS`.
 TOPS: Mapping[str, Top] = {f"{kind} top {width}": Top(kind, width) for kind in LOGPROBS for width in _WIDTHS}
 
 
 def top_name(kind: str, count: int) -> str:
-    """The name in `TOPS` under which ``count`` tokens, at most `MOST_TOP`, come."""
+    """Return the name in `TOPS` for ``count`` tokens, at most `MOST_TOP`."""
     width = next(width for width in _WIDTHS if width >= count)
     return f"{kind} top {width}"
 
 
 def shape_of(name: str, num_rows: int) -> tuple[int, ...]:
-    """Of what a step brings under a name of `LOGPROBS` or `TOPS`."""
+    """Return the shape of a step's result with a name of `LOGPROBS` or `TOPS`."""
     return (num_rows, 2, TOPS[name].width) if name in TOPS else (num_rows,)
 
 
 def top_log_probs(scores: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The best of each row of ``scores`` [R, V], any float dtype, into ``out`` [R, 2, width] (see `Top`).
+    """Write the best tokens of each row of ``scores`` [R, V], any float dtype, to ``out`` [R, 2, width] (see `Top`).
 
-    Log-probabilities are log-softmax in float32; NaN where `token_log_probs` gives NaN. In which order equal ones come,
-    and which of them, is not settled.
+    Log-probabilities are log-softmax in float32; NaN where `token_log_probs` gives NaN. The order and choice of tokens
+    with equal scores are unspecified.
     """
     count = min(out.shape[2], scores.shape[1])
     values, ids = scores.topk(count, dim=-1)
@@ -70,14 +70,14 @@ def top_processed(
     scores: torch.Tensor, rows: SamplingRows, stages: frozenset[str], outs: Mapping[str, torch.Tensor],
     table: EditTable | None = None, slots: torch.Tensor | None = None,
 ) -> None:
-    """The best under the distribution that each row's token is drawn from, into ``outs`` by their names in `TOPS`.
+    """Write the best tokens under each row's sampling distribution to ``outs``, by their names in `TOPS`.
 
     Args:
         scores: float32 [R, V], edited, and with EOS barred; not changed.
-        rows: the rows' settings.
-        stages: `FILTERS` where a row may have top-k, top-p or min-p, and those of `WARPERS` that one may have.
-        outs: of kind "processed"; other names are left alone.
-        table, slots: the rows' edits, with `WARPERS`.
+        rows: Settings of the rows.
+        stages: `FILTERS` if a row may have top-k, top-p or min-p, and the names of `WARPERS` that a row may have.
+        outs: Tensors of kind "processed"; other names are ignored.
+        table, slots: Edits of the rows, needed with `WARPERS`.
     """
     wanted = [out for name, out in outs.items() if name in TOPS and TOPS[name].kind == PROCESSED]
     if not wanted:
@@ -92,7 +92,7 @@ def top_processed(
 
 def _kept(scores: torch.Tensor, rows: SamplingRows, stages: frozenset[str], table: EditTable | None,
           slots: torch.Tensor | None) -> torch.Tensor:
-    """Scores whose softmax a row's token is drawn from; of a greedy row as they are."""
+    """Return scores whose softmax a row's token is sampled from; unfiltered for a greedy row."""
     drawn = rows._replace(temperature=rows.temperature.where(rows.drawn, 1.0))
     scaled = scores / drawn.temperature[:, None]
     if not stages & {FILTERS, *WARPERS}:
@@ -108,7 +108,7 @@ def _kept(scores: torch.Tensor, rows: SamplingRows, stages: frozenset[str], tabl
 
 
 def with_eos_barred(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """``logits`` [R, V] in float32, with EOS at -inf in rows that are too short to end; waits for nothing."""
+    """Return ``logits`` [R, V] in float32, with EOS at -inf below the minimum length; does not wait for the device."""
     vocab_size = logits.shape[1]
     barred = (rows.position < rows.min_length)[:, None] & (rows.eos >= 0) & (rows.eos < vocab_size)
     wide = torch.nn.functional.pad(logits.float(), (0, 1))

@@ -1,4 +1,4 @@
-"""Which sequences run, how many tokens each, in which cache blocks. Pure Python and numpy, nothing else of ours."""
+"""Selects the sequences of a step, their tokens and their cache blocks, with numpy and no other part of hf_paged."""
 
 from hf_paged.scheduler.block_pool import BlockPool, FreeQueue, KVBlock
 from hf_paged.scheduler.kv_cache_manager import KVCacheManager

@@ -1,8 +1,8 @@
 """Cache blocks: reference counts, the queue of free blocks and the prefix cache's hash map.
 
-The prefix cache never believes a hash. Every distinct cached content (these tokens after that prefix, under that key)
-has a ``prefix_id``; a block matches only if its content is equal byte for byte and its parent's ``prefix_id`` is that
-of the block matched before it. A ``prefix_id`` is never used again, so what follows a dropped block can't be reached.
+A hash match alone is never trusted. Every distinct cached content (these tokens after that prefix, under that key) has
+a ``prefix_id``; a block matches only if its content is equal byte for byte and its parent's ``prefix_id`` is that of
+the block matched before it. A ``prefix_id`` is never used again, so blocks after an evicted one cannot be reached.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ ROOT_DIGEST = b""
 
 
 def hash_block(parent_digest: bytes, content: bytes) -> bytes:
-    """xxh64 of a full block's content chained to the digest of the block before it."""
+    """Return xxh64 of a full block's content, chained to the digest of the block before it."""
     return xxhash.xxh64_digest(parent_digest + content)
 
 
 class KVBlock:
-    """One cache block. Without a ``digest`` it is not in the prefix cache and the fields below it mean nothing."""
+    """One cache block; without a ``digest`` it is not in the prefix cache and the fields below `digest` are invalid."""
 
     __slots__ = ("block_id", "content", "digest", "generation", "next", "parent_id", "prefix_id", "prev", "ref_count")
 
@@ -43,10 +43,10 @@ class KVBlock:
 
 
 class FreeQueue:
-    """Doubly linked queue of free blocks: front is reused first, any member leaves in O(1)."""
+    """Doubly linked queue of free blocks: `popleft` takes the front, `remove` takes any block in O(1)."""
 
     def __init__(self, blocks: Iterable[KVBlock] = ()) -> None:
-        self._ends = KVBlock(-1)  # sentinel: its next is the front, its prev the back
+        self._ends = KVBlock(-1)  # sentinel: `next` is the front, `prev` the back
         self._ends.prev = self._ends.next = self._ends
         self._len = 0
         for block in blocks:
@@ -71,12 +71,12 @@ class FreeQueue:
         self._len += 1
 
     def append(self, block: KVBlock) -> None:
-        """To the back: reused last."""
+        """Add a block at the back, to be reused last."""
         assert self._ends.prev is not None
         self._insert(block, self._ends.prev)
 
     def appendleft(self, block: KVBlock) -> None:
-        """To the front: reused next."""
+        """Add a block at the front, to be reused next."""
         self._insert(block, self._ends)
 
     def remove(self, block: KVBlock) -> None:
@@ -88,7 +88,7 @@ class FreeQueue:
         self._len -= 1
 
     def popleft(self) -> KVBlock:
-        """Raises IndexError when empty."""
+        """Remove and return the front block; raises IndexError if the queue is empty."""
         block = self._ends.next
         if block is self._ends or block is None:
             raise IndexError("no free block")
@@ -97,11 +97,11 @@ class FreeQueue:
 
 
 class BlockPool:
-    """All blocks of one cache. Block 0 is the null block: never handed out, never counted.
+    """All blocks of one cache; block 0 is the null block, which is neither allocated nor counted.
 
     Args:
         num_blocks: Total, the null block included; at least 2.
-        enable_caching: False: nothing may be published.
+        enable_caching: If False, no block may be published.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
@@ -112,8 +112,8 @@ class BlockPool:
         self.free_queue = FreeQueue(self.blocks[1:])
         self.cached: dict[bytes, dict[int, KVBlock]] = {}  # digest -> block id -> block
         self.generation = 0
-        self.trusted_from = 0  # blocks published in an earlier generation than this can't be hit
-        # Goes up by one at least for each block that becomes free, or findable: nobody lacks fewer blocks without it.
+        self.trusted_from = 0  # oldest generation that `lookup` may return
+        # Rises by at least 1 per block that becomes free or cached, so a sequence's shortage falls by no more than it.
         self.num_gains = 0
         self._last_prefix_id = ROOT_PREFIX_ID
 
@@ -126,7 +126,7 @@ class BlockPool:
         return len(self.free_queue)
 
     def allocate(self, n: int) -> list[KVBlock]:
-        """Take n blocks for new content, evicting what they cached. Raises ValueError, changing nothing, if too few."""
+        """Take n blocks for new content and evict what they cached; raises ValueError, without effect, if too few."""
         if n > self.num_free:
             raise ValueError(f"{n} blocks asked for, {self.num_free} are free")
         taken = [self.free_queue.popleft() for _ in range(n)]
@@ -137,14 +137,14 @@ class BlockPool:
         return taken
 
     def touch(self, blocks: Iterable[KVBlock]) -> None:
-        """One more user for each block; a free one leaves the free queue."""
+        """Add one user to each block; a free block leaves the free queue."""
         for block in blocks:
             if block.ref_count == 0:
                 self.free_queue.remove(block)
             block.ref_count += 1
 
     def free(self, blocks: Iterable[KVBlock]) -> None:
-        """One user less for each, in the order given. Blocks without a hash will be reused before any cached one."""
+        """Remove one user from each block, in this order; blocks without a hash are reused before cached ones."""
         for block in blocks:
             assert block.ref_count > 0, f"{block} is freed but nobody uses it"
             block.ref_count -= 1
@@ -153,7 +153,7 @@ class BlockPool:
                 self._queue(block)
 
     def publish(self, block: KVBlock, digest: bytes, content: bytes, parent_id: int) -> int:
-        """Make a full block findable; returns its prefix_id. Equal content stays two blocks, with one prefix_id."""
+        """Make a full block findable and return its prefix_id; blocks of equal content have the same prefix_id."""
         assert self.enable_caching
         assert block.ref_count > 0, f"{block} is free"
         assert block.digest is None, f"{block} is published already"
@@ -170,14 +170,14 @@ class BlockPool:
         return block.prefix_id
 
     def lookup(self, digest: bytes, content: bytes, parent_id: int) -> KVBlock | None:
-        """The cached block with this content after that prefix, or None."""
+        """Return the cached block with this content after that prefix, or None."""
         for block in self.cached.get(digest, {}).values():
             if block.content == content and block.parent_id == parent_id and block.generation >= self.trusted_from:
                 return block
         return None
 
     def unpublish(self, blocks: Iterable[KVBlock]) -> None:
-        """Take blocks out of the prefix cache, whoever uses them; those not in it are left alone."""
+        """Remove blocks from the prefix cache without freeing them; ignores blocks that are not cached."""
         for block in blocks:
             if block.digest is None:
                 continue
@@ -187,12 +187,12 @@ class BlockPool:
                 self._queue(block)
 
     def new_generation(self) -> None:
-        """From now on nothing published so far is hit, until `trust_older`."""
+        """Start a generation: `lookup` ignores all blocks published before, until `trust_older`."""
         self.generation += 1
         self.trusted_from = self.generation
 
     def trust_older(self) -> None:
-        """Blocks of all older generations may be hit again, until the next `new_generation`."""
+        """Let `lookup` return blocks of all older generations again, until the next `new_generation`."""
         self.trusted_from = 0
         self.num_gains += self.num_blocks
 
@@ -201,14 +201,14 @@ class BlockPool:
         self.unpublish([block for block in self.blocks if block.generation < self.generation])
 
     def has_untrusted(self, digest: bytes, content: bytes, parent_id: int) -> bool:
-        """Would `lookup` find a block of an older generation if those were trusted?"""
+        """Return whether `lookup` would find a block of an older generation if `trust_older` had been called."""
         return any(
             block.content == content and block.parent_id == parent_id and block.generation < self.trusted_from
             for block in self.cached.get(digest, {}).values()
         )
 
     def reset(self) -> bool:
-        """Empty the prefix cache; False, changing nothing, while a block is in use."""
+        """Empty the prefix cache; returns False, without effect, while a block is in use."""
         if self.num_free != self.num_blocks - 1:
             return False
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""What the blocks of a pool are used for."""
+"""Counts of a pool's blocks by their use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_paged.scheduler.block_pool import BlockPool
 
 
 class BlockUse(NamedTuple):
-    """Numbers of blocks, the null block left out: of one user, of several, of none but findable, and of none."""
+    """Numbers of blocks without the null block: with one user, with several, unused but cached, and unused."""
 
     private: int
     shared: int
@@ -19,7 +19,7 @@ class BlockUse(NamedTuple):
 
 
 def block_columns(pool: BlockPool) -> tuple[np.ndarray, np.ndarray]:
-    """Of every block, the null block included: how many use it [N] int32, and is it in the prefix cache [N] bool."""
+    """Return each block's number of users [N] int32 and whether it is cached [N] bool, the null block included."""
     blocks = pool.blocks
     users = np.fromiter((block.ref_count for block in blocks), np.int32, len(blocks))
     cached = np.fromiter((block.digest is not None for block in blocks), bool, len(blocks))
@@ -27,7 +27,7 @@ def block_columns(pool: BlockPool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def block_use(pool: BlockPool) -> BlockUse:
-    """Counted block by block: some milliseconds for a hundred thousand."""
+    """Count the blocks by use; takes some milliseconds for 100,000 blocks."""
     users, cached = (column[1:] for column in block_columns(pool))
     unused = users == 0
     return BlockUse(int((users == 1).sum()), int((users > 1).sum()), int((unused & cached).sum()),

@@ -1,4 +1,4 @@
-"""Guesses at what follows in sequences: the rows of a step that compute them, and which of these count."""
+"""Draft tokens (guesses at a sequence's next tokens): the rows that compute them, and which of the rows count."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 
 from hf_paged.scheduler.plan import StepPlan
 
-# By slot: tokens that may follow the last known one of its sequence.
+# Tokens by slot that may follow the last known token of the slot's sequence.
 Drafts = Mapping[int, Seq[int]]
 NO_DRAFTS: Drafts = MappingProxyType({})
 
-# Decode rows of a step with guesses, these included.
+# Maximum of decode rows in a step with drafts, the rows of drafts included.
 MOST_GUESSING_ROWS = 128
 
 
 def guessing_rows(slots: np.ndarray, start: np.ndarray, guesses: list[Seq[int]],
                   copies: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`slots`, `start` and `drafts` of a `StepPlan` in which a row for each guess stands behind the row it is made for.
+    """Return `slots`, `start` and `drafts` of a `StepPlan`, with a row for each draft after the row that it follows.
 
     Args:
-        slots: [n] of the decode rows.
-        start: [n] position of each one's known token.
-        guesses: Of each row.
-        copies: [n] rows that there are in place of each one: a guess more than it has.
+        slots: [n] slots of the decode rows.
+        start: [n] position of each row's known token.
+        guesses: Drafts of each row.
+        copies: [n] rows that replace each row: one, plus one per draft.
     """
     ends = np.cumsum(copies)
     positions = np.repeat(start - ends + copies, copies) + np.arange(ends[-1])
@@ -35,10 +35,10 @@ def guessing_rows(slots: np.ndarray, start: np.ndarray, guesses: list[Seq[int]],
 
 
 def confirmed(plan: StepPlan, tokens: np.ndarray, last: Container[int] = ()) -> np.ndarray:
-    """bool [R]: rows of a plan with drafts whose token of input turned out to be right, and no end before it.
+    """Return which rows count, bool [R]: their input token is known or was sampled as guessed, before any end.
 
     Args:
-        last: Rows whose token ends their sequence, besides those with one of its EOS tokens.
+        last: Rows whose token ends their sequence, besides rows that sampled an EOS token.
     """
     assert plan.drafts is not None
     found = plan.drafts < 0

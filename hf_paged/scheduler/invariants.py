@@ -1,4 +1,4 @@
-"""What always holds between two calls of a scheduler."""
+"""Invariants that hold between two calls of a scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_paged.scheduler.sequence import Status
 
 
 def check_pool(pool: BlockPool, uses: Counter[int]) -> None:
-    """Reference counts are `uses`; the queue holds exactly the unused blocks; the map exactly the published ones."""
+    """Check that reference counts are `uses`, the queue has the unused blocks, and the map the published ones."""
     queued = [block.block_id for block in pool.free_queue]
     assert len(queued) == len(set(queued)) == pool.num_free
     assert NULL_BLOCK_ID not in queued
@@ -36,7 +36,7 @@ def check_pool(pool: BlockPool, uses: Counter[int]) -> None:
 
 
 def check_prefix_tree(tree: PrefixTree, tables: dict[int, list[int]]) -> None:
-    """The tree says of these block tables, by slot, where they begin with the same blocks, and of no others."""
+    """Check that the tree groups exactly these block tables, by slot, by their common leading blocks."""
     assert tree._tables.keys() == tree._node.keys() == tree._key.keys() == tables.keys()
     seen: list[int] = []
     left: list[tuple[Node, list[int]]] = [(tree._root, [])]
@@ -61,9 +61,9 @@ def check_prefix_tree(tree: PrefixTree, tables: dict[int, list[int]]) -> None:
 
 
 def check(scheduler: Scheduler, lent: Seq[list[int]] = ()) -> None:
-    """Pool, slots, queues and sequences agree. Raises AssertionError.
+    """Check that pool, slots, queues and sequences agree; raises AssertionError.
 
-    lent: Block tables of rows that are none of the scheduler's.
+    lent: Block tables of rows that the scheduler does not own (lockstep).
     """
     table, manager = scheduler._table, scheduler.kv_cache_manager
     size = scheduler.config.block_size
@@ -107,7 +107,7 @@ def check(scheduler: Scheduler, lent: Seq[list[int]] = ()) -> None:
         assert (seq is scheduler._partial) == bool(table.scheduled[slot] < table.target[slot])
         for i, block_id in enumerate(seq.block_table):
             block = manager.block_pool.blocks[block_id]
-            # A block that others use, or may come to use, holds only what is written for good.
+            # A block that other rows use, or may hit later, holds only tokens that will not be overwritten.
             assert block.ref_count == 1 or i < seq.num_published
             assert block.digest is None or i < seq.num_published
 

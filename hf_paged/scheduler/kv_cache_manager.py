@@ -1,4 +1,4 @@
-"""Which blocks a sequence holds: prefix hits, allocation, publication, release."""
+"""Allocation of cache blocks to sequences: prefix hits, new blocks, publication, release."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class KVCacheManager:
     Args:
         block_size: Tokens per block, a power of two.
         num_blocks: Total, the null block included.
-        enable_prefix_caching: False hashes nothing and hits nothing.
-        max_model_len: Tokens a sequence may have at most.
+        enable_prefix_caching: False disables hashing and hits.
+        max_model_len: Maximum number of tokens of a sequence.
 
     ``prefix_cache_queries`` and ``prefix_cache_hits`` count tokens, of first admissions only.
     """
@@ -34,14 +34,14 @@ class KVCacheManager:
         self.prefix_cache_hits = 0
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Return the number of blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def get_computed_blocks(self, seq: Sequence) -> tuple[list[KVBlock], int]:
-        """The longest run of cached full blocks from the start, and how many tokens need no computing.
+        """Return the longest run of cached full blocks from the start, and the number of tokens that need no computing.
 
-        The last token is always computed, since its logits are wanted: with every block cached the run keeps all
-        of them and the count is one less than its tokens.
+        The last token is always computed, since its logits are needed: if every block is cached, the run has all blocks
+        and the number is one less than their tokens.
         """
         if not self.enable_prefix_caching or not seq.read_cache:
             return [], 0
@@ -61,9 +61,9 @@ class KVCacheManager:
         return hits, min(len(hits) * self.block_size, num_tokens - 1)
 
     def shortage(self, seq: Sequence, num_tokens: int, hits: Seq[KVBlock] = ()) -> int:
-        """Blocks missing for the sequence to hold num_tokens, with these hits; 0 or less if it fits."""
+        """Return how many blocks are missing to hold num_tokens with these hits; 0 or less if the sequence fits."""
         wanted = self.num_blocks_for(num_tokens) - len(seq.block_table) - len(hits)
-        # A hit that lies in the free queue leaves it, so it can't be handed out as well.
+        # A hit in the free queue leaves the queue, so it cannot be allocated as a new block too.
         return wanted - (self.block_pool.num_free - sum(block.ref_count == 0 for block in hits))
 
     def can_allocate(self, seq: Sequence, num_tokens: int, hits: Seq[KVBlock] = ()) -> bool:
@@ -72,7 +72,7 @@ class KVCacheManager:
     def allocate_slots(self, seq: Sequence, num_tokens: int, hits: Seq[KVBlock] = ()) -> list[int] | None:
         """Extend the block table by the hits and by new blocks until it holds num_tokens.
 
-        Returns the ids of the new blocks, or None, changing nothing, when too few are free.
+        Returns the ids of the new blocks, or None, without effect, if too few are free.
         """
         if num_tokens > self.max_model_len:
             raise ValueError(f"{num_tokens} tokens asked for, max_model_len is {self.max_model_len}")
@@ -91,7 +91,7 @@ class KVCacheManager:
         return new
 
     def count_hit(self, seq: Sequence, num_hit_tokens: int) -> None:
-        """Record a first admission's outcome, in the sequence and in the statistics."""
+        """Record the hit tokens of a first admission in the sequence and in the statistics."""
         if self.enable_prefix_caching and seq.read_cache:
             seq.num_cached_tokens = num_hit_tokens
             self.prefix_cache_queries += seq.num_tokens
@@ -104,7 +104,7 @@ class KVCacheManager:
             tokens: int32, at least the first num_tokens token ids of the sequence.
 
         Returns:
-            The blocks that were not published before.
+            The blocks that this call published.
         """
         if not self.enable_prefix_caching or seq.is_mixed:
             return []
@@ -122,21 +122,21 @@ class KVCacheManager:
         return published
 
     def free(self, seq: Sequence) -> None:
-        """Release the sequence's blocks, the last one first, so that its tail is evicted before its head."""
+        """Release the sequence's blocks from last to first, so that its tail is evicted before its head."""
         blocks = self.block_pool.blocks
         self.block_pool.free([blocks[i] for i in reversed(seq.block_table)])
         seq.block_table = []
-        seq.is_mixed = False  # what is computed from now on is of one state of the model again
+        seq.is_mixed = False  # what is recomputed is of one state of the model
         seq.num_published = 0
         seq.prefix_id = ROOT_PREFIX_ID
         seq.prefix_digest = ROOT_DIGEST
 
     def unpublish(self, seq: Sequence) -> None:
-        """Take all blocks of the sequence out of the prefix cache."""
+        """Remove all blocks of the sequence from the prefix cache."""
         self.block_pool.unpublish([self.block_pool.blocks[i] for i in seq.block_table])
 
     def has_older_hit(self, token_ids: Seq[int], cache_key: bytes = b"") -> bool:
-        """Would the first block of this prompt hit a block of an older generation that is not trusted yet?"""
+        """Return whether the first block of this prompt would hit an older generation if it were trusted."""
         if not self.enable_prefix_caching or len(token_ids) < self.block_size:
             return False
         content = np.asarray(token_ids[: self.block_size], dtype=np.int32).tobytes() + cache_key
@@ -144,7 +144,7 @@ class KVCacheManager:
         return self.block_pool.has_untrusted(digest, content, ROOT_PREFIX_ID)
 
     def _hash_leading(self, seq: Sequence, num_blocks: int) -> None:
-        """Hash full blocks of a waiting sequence up to this many; done once, since tokens only get appended."""
+        """Hash the first full blocks of a waiting sequence, each block once, since tokens are only appended."""
         known = seq.block_hashes
         size = self.block_size
         first, last = len(known), min(num_blocks, seq.num_tokens // size)

@@ -1,6 +1,6 @@
-"""Rows of one call that step together: who holds which slots and blocks while somebody else picks the tokens.
+"""Slots and blocks of the rows of one lockstep call, whose tokens stock's decoding loop picks.
 
-They live beside the scheduler's own sequences, in slots and blocks of their own, and join the steps that it plans.
+The rows have slots and blocks beside the scheduler's own sequences and join the steps that the scheduler plans.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hf_paged.scheduler.sequence import Sequence
 
 
 class OutOfBlocksError(RuntimeError):
-    """Blocks are missing, the pool cannot grow, and the scheduler has nobody left to preempt."""
+    """Raised if blocks are missing, the pool cannot grow, and the scheduler has no sequence left to preempt."""
 
 
 class RowMoves(NamedTuple):
-    """What the device has to follow: new row i is what row ``parents[i]`` was; blocks ``sources`` go to ``targets``."""
+    """Moves for the device: new row i continues row ``parents[i]``; blocks ``sources`` are copied to ``targets``."""
 
     parents: np.ndarray
     sources: list[int]
@@ -32,8 +32,8 @@ class RowMoves(NamedTuple):
 
 def blocks_together(prompts: list[list[int]], max_new_tokens: int, block_size: int,
                     adapters: list[str | None]) -> int:
-    """Blocks that these rows may need while they step together."""
-    # Equal rows share the full blocks of their prompt; the last token's keys and values are never needed.
+    """Return the number of blocks that these rows may need while they step together."""
+    # Equal rows share the full blocks of their prompt; the KV of the last token is never read.
     distinct = set(zip(map(tuple, prompts), adapters, strict=True))
     wanted = sum(len(prompt) // block_size for prompt, _ in distinct)
     ends = (-(-(len(prompt) + max_new_tokens - 1) // block_size) for prompt in prompts)
@@ -44,19 +44,19 @@ class LockstepRows:
     """R rows, each with a slot, a block table and a number of tokens whose KV is computed.
 
     Equal prompts under one adapter are one row until `fork`. After an OutOfBlocksError of `prompt_plans` only `free`
-    may be called; any other method that raises one may be called again.
+    may be called; any other method that raises this error may be called again.
 
     Args:
-        scheduler: Whose slots and blocks these rows take.
-        arrivals: Every row's prompt, with its adapter and cache key.
-        max_tokens: Tokens (prompt and output) that a row may reach.
+        scheduler: Owner of the slots and blocks.
+        arrivals: Prompt of every row, with its adapter and cache key.
+        max_tokens: Maximum number of tokens (prompt and output) of a row.
 
     Attributes:
         slots: int32 [R].
-        lengths: int32 [rows now], leading tokens of each row whose KV is computed, or will be by the plan handed out.
+        lengths: int32 [current rows], leading tokens of each row whose KV is computed or is in the last plan.
 
     Raises:
-        MemoryError: There are not as many slots, and no memory for them.
+        MemoryError: If there are too few slots and no memory for more.
     """
 
     def __init__(self, scheduler: Scheduler, arrivals: list[Sequence], max_tokens: int) -> None:
@@ -73,8 +73,8 @@ class LockstepRows:
             for i, (prompt, adapter, cache_key) in enumerate(distinct)
         ]
         self.lengths = np.zeros(len(distinct), np.int32)
-        self._capacity: np.ndarray | None = None  # tokens that each row's blocks hold; None: to be counted
-        self._promised: list[KVBlock] = []  # of the prompts' plan that was handed out last
+        self._capacity: np.ndarray | None = None  # tokens that each row's blocks hold; None if not counted yet
+        self._promised: list[KVBlock] = []  # blocks published by the last plan of `prompt_plans`
         self.slots = np.array(scheduler.take_slots(len(arrivals)), np.int32)
 
     def __len__(self) -> int:
@@ -82,16 +82,16 @@ class LockstepRows:
 
     @property
     def max_step_tokens(self) -> int:
-        """Tokens that one plan may compute."""
+        """Return the maximum number of tokens of one plan."""
         return self._scheduler.config.max_num_batched_tokens
 
     def prompt_plans(self) -> Iterator[StepPlan]:
-        """Plans that compute the prompts, in chunks; each has to run before the next is asked for.
+        """Yield plans that compute the prompts in chunks; each plan has to run before the next is requested.
 
-        Rows whose last token a plan computes are those with ``samples``; over all plans every row once, in order.
+        A row has ``samples`` in the plan that computes its last token; over all plans every row has it once, in order.
 
         Raises:
-            OutOfBlocksError: As its name says.
+            OutOfBlocksError: If blocks are missing and cannot be freed.
         """
         plan = PrefillRows(self._scheduler.config.max_num_batched_tokens)
         for row, seq in enumerate(self.sequences):
@@ -110,7 +110,7 @@ class LockstepRows:
                     plan = PrefillRows(self._scheduler.config.max_num_batched_tokens)
                 end = min(len(tokens), start + plan.room)
                 plan.add(seq, start, end, max(start, seq.num_published * self._size), end == len(tokens))
-                # At once, so that the next prompt hits what this plan computes.
+                # Before the step, so that the next prompt hits what this plan computes.
                 plan.published += self._manager.publish(seq, tokens, end)
                 self._promised = plan.published
                 self.lengths[row] = start = end
@@ -119,7 +119,7 @@ class LockstepRows:
 
     @property
     def has_planned_prompts(self) -> bool:
-        """Was the last plan of `prompt_plans` handed out?"""
+        """True if `prompt_plans` has yielded its last plan."""
         return all(seq.num_prompt_tokens <= length
                    for seq, length in zip(self.sequences, self.lengths.tolist(), strict=True))
 
@@ -132,17 +132,17 @@ class LockstepRows:
         )
 
     def fork(self) -> RowMoves | None:
-        """Once the prompts are computed: a row for every prompt again. None where all of them differ."""
+        """Give every prompt a row of its own again, after prefill; returns None if all prompts differ."""
         if len(self) == len(self.slots):
             return None
         return self.reorder(self._prompt_of)
 
     def decode_plan(self, num_new: int = 1) -> StepPlan:
-        """Compute `num_new` more tokens of every row, which are known only to the device.
+        """Plan `num_new` more tokens of every row; only the device knows the tokens.
 
         Raises:
-            OutOfBlocksError: as its name says.
-            ValueError: a row would exceed the length that these rows were made for.
+            OutOfBlocksError: If blocks are missing and cannot be freed.
+            ValueError: If a row would exceed `max_tokens`.
         """
         start = self.lengths
         if int(start.max()) + num_new > self._max_tokens:
@@ -159,7 +159,7 @@ class LockstepRows:
         )
 
     def _extend_tables(self, lengths: np.ndarray) -> BlockUpdates:
-        """Blocks for so many tokens of every row: all of them, or an OutOfBlocksError and none."""
+        """Allocate blocks for `lengths` tokens of the rows, or none with an OutOfBlocksError."""
         if self._capacity is None:
             self._capacity = np.array([len(seq.block_table) for seq in self.sequences], np.int32) * self._size
         needy = np.flatnonzero(self._capacity < lengths)
@@ -182,13 +182,13 @@ class LockstepRows:
         return BlockUpdates(*(np.array(x, np.int32) for x in (slots, columns, ids)))
 
     def reorder(self, parents: list[int]) -> RowMoves:
-        """Row i becomes what row ``parents[i]`` was; there may be more rows than before, up to the number of slots.
+        """Make row i continue row ``parents[i]``; the number of rows may grow up to the number of slots.
 
-        Full blocks are shared. The last block, which is not full and will be written, stays with the parent's first
-        child; every other child gets a copy of its own.
+        Full blocks are shared. The last block, which is partly filled and will be written, stays with the parent's
+        first child; every other child gets a copy.
 
         Raises:
-            OutOfBlocksError: as its name says.
+            OutOfBlocksError: If blocks are missing and cannot be freed.
         """
         pool, self._capacity = self._manager.block_pool, None
         for row in set(range(len(self))) - set(parents):
@@ -220,7 +220,7 @@ class LockstepRows:
         return RowMoves(np.array(parents, np.int64), sources, targets)
 
     def may_crop(self, num_tokens: int) -> bool:
-        """Would every row that forgets so many tokens write on in a block of its own that is not published?"""
+        """Return whether every row, shortened by `num_tokens`, would next write into a private, unpublished block."""
         blocks = self._manager.block_pool.blocks
         return all(
             length >= seq.num_published * self._size
@@ -229,7 +229,7 @@ class LockstepRows:
         )
 
     def crop(self, num_tokens: int) -> None:
-        """Forget the last `num_tokens` tokens of every row, which `may_crop`."""
+        """Drop the last `num_tokens` tokens of every row; requires `may_crop`."""
         assert self.may_crop(num_tokens)
         self.lengths, self._capacity = self.lengths - np.int32(num_tokens), None
         blocks = self._manager.block_pool.blocks
@@ -247,13 +247,13 @@ class LockstepRows:
         for row, seq in enumerate(self.sequences):
             full = int(self.lengths[row]) // self._size
             while seq.num_published < full and (block := blocks[seq.block_table[seq.num_published]]).digest is not None:
-                # A row before this one shares the block and has published it.
+                # An earlier row shares the block and has published it.
                 seq.num_published += 1
                 seq.prefix_id, seq.prefix_digest = block.prefix_id, block.digest
             self._manager.publish(seq, tokens[row], full * self._size)
 
     def free(self) -> None:
-        """Give back every block and slot. What the plan handed out last was to compute may not have been."""
+        """Release all blocks and slots; unpublishes blocks of the last prompt plan, which may not have run."""
         self._manager.block_pool.unpublish(self._promised)
         self._promised = []
         for seq in self.sequences:
@@ -271,7 +271,7 @@ class LockstepRows:
         self._manager.free(seq)
 
     def _make_room(self, count: int) -> None:
-        """As many free blocks."""
+        """Free blocks until `count` are free."""
         while (missing := count - self._manager.block_pool.num_free) > 0:
             self._grow(missing)
 

@@ -1,4 +1,4 @@
-"""What goes into a scheduler and what comes out of it."""
+"""Input and output types of a scheduler."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class SchedulerConfig:
     Args:
         block_size: Tokens per cache block, a power of two.
         num_blocks: Blocks in the pool at the start, the null block included.
-        max_num_seqs: Sequences that run at once, and the number of slots.
-        max_num_batched_tokens: Tokens computed in one step, at least max_num_seqs so that no decode waits.
-        max_model_len: Tokens a sequence may reach, prompt and output together.
-        group_prefixes: False: no plan has `groups` or `prompt_groups`.
+        max_num_seqs: Maximum of running sequences, and the number of slots.
+        max_num_batched_tokens: Tokens computed in one step, at least max_num_seqs so that no decode row waits.
+        max_model_len: Maximum number of tokens of a sequence, prompt and output together.
+        group_prefixes: If False, plans have neither `groups` nor `prompt_groups`.
 
     Raises:
-        ValueError: A size is out of range.
+        ValueError: If a size is out of range.
     """
 
     block_size: int
@@ -64,28 +64,28 @@ class BlockUpdates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepPlan:
-    """One step over R rows, decode rows first. Arrays are [R] and int32 unless said otherwise.
+    """One step over R rows, decode rows first. Arrays are [R] int32 unless another shape or dtype is given.
 
     Attributes:
         sequences: The sequence of each row.
-        slots: Its slot.
+        slots: The slot of each row.
         num_new_tokens: Tokens to compute, 1 for a decode row.
-        start: Position of the first of them.
-        write_from: Positions below it are computed but not written: their block is cached and may be shared.
-        samples: bool; a successor of the row's last token is sampled.
-        num_decode_rows: How many leading rows take their input token from the step before.
-        admitted: Sequences that got their slot in this step: everything about them is new to the runner.
+        start: Position of the first new token.
+        write_from: KV of positions below it is computed but not written: their block is cached and may be shared.
+        samples: bool; the successor of the row's last token is sampled.
+        num_decode_rows: Number of leading rows whose input token the previous step sampled.
+        admitted: Sequences that got their slot in this step; the runner has no state of them yet.
         block_updates: New block-table entries of the other rows.
-        tenancy: int64; tells the slot's tenant from a later one.
-        published: Blocks put into the prefix cache on the promise that this step computes them.
-        prefix_tree: Of all rows that hold blocks, those of other plans included; None for prompts in lockstep.
-        groups: Decode rows that begin with the same blocks; None if no two do. The same object as in the plan before
-            where nothing about it changed.
-        prompt_groups: Likewise the other rows, counted from the first of them; a group ends ahead of all its rows' new
-            tokens.
-        drafts: int32; the token at `start` of a decode row that was only guessed: such rows stand behind the row of the
-            same sequence at the position before, and count if that one samples the guess. -1: the token is known. None:
-            that of every row is.
+        tenancy: int64; the slot's tenancy counter, which distinguishes its sequence from a later one.
+        published: Blocks put into the prefix cache before this step has computed them.
+        prefix_tree: Tree of all rows that hold blocks, in any plan; None for prompts in lockstep.
+        groups: Decode rows that begin with the same blocks; None if no two do. The same object as in the previous plan
+            if unchanged.
+        prompt_groups: Likewise for the other rows, numbered from the first of them; a group ends before the new tokens
+            of all its rows.
+        drafts: int32; the guessed token at `start` of a decode row, or -1 if the token is known. A row with a guess
+            follows the row of the same sequence at the position before, and counts if that row samples the guess.
+            None if all tokens are known.
     """
 
     sequences: list[Sequence]
@@ -106,11 +106,11 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
+        """Return the number of tokens computed in this step."""
         return int(self.num_new_tokens.sum())
 
     def behind(self, rows: Seq[StepPlan]) -> StepPlan:
-        """This step with decode rows of others in front of its own; they sample nothing."""
+        """Return this step with the decode rows of other plans in front; those rows sample nothing."""
         if not rows:
             return self
         plans = [*rows, self]
@@ -134,8 +134,8 @@ class StepPlan:
         )
 
     def token_columns(self, first_row: int = 0) -> np.ndarray:
-        """Slot, position and write_from of every token, row after row from `first_row` on; int64 [3, T]."""
-        if self.num_decode_rows == len(self.slots):  # a token each
+        """Return slot, position and write_from of every token, in row order from `first_row` on; int64 [3, T]."""
+        if self.num_decode_rows == len(self.slots):  # one token per row
             return np.array((self.slots, self.start, self.write_from), np.int64)[:, first_row:]
         num_new = self.num_new_tokens[first_row:]
         row = np.repeat(np.arange(first_row, first_row + len(num_new)), num_new)
@@ -155,29 +155,29 @@ class PrefillColumns(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillRows:
-    """The prefill rows of a plan in the making."""
+    """Prefill rows of a plan under construction."""
 
-    room: int  # tokens the step may still take
+    room: int  # tokens left in the step's budget
     sequences: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     published: list[KVBlock] = field(default_factory=list)
     _rows: list[tuple[int, int, int, int, bool]] = field(default_factory=list)
 
     def add(self, seq: Sequence, start: int, end: int, write_from: int, samples: bool) -> None:
-        """One row: positions `start` to `end` of a sequence."""
+        """Add one row: positions `start` to `end - 1` of a sequence."""
         self.room -= end - start
         self.sequences.append(seq)
         self._rows.append((seq.slot, end - start, start, write_from, samples))
 
     def columns(self) -> PrefillColumns:
-        """Of the rows added so far, one at least."""
+        """Return the columns of the rows added so far; requires at least one row."""
         *numbers, samples = zip(*self._rows, strict=True)
         slots, num_new, start, write_from = (np.array(column, np.int32) for column in numbers)
         return PrefillColumns(slots, num_new, start, write_from, np.array(samples, bool))
 
 
 class CommitResult(NamedTuple):
-    """What a commit did.
+    """Result of a commit.
 
     Attributes:
         accepted: Rows, ascending, whose sampled token was appended to its sequence.

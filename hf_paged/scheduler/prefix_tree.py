@@ -1,4 +1,4 @@
-"""Which rows' block tables begin with the same physical blocks, kept up to date while rows come and go."""
+"""Tree of the rows whose block tables begin with the same blocks, updated while rows are added and removed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hf_paged.scheduler.prefix_groups import PrefixGroups, repeated, shared_by_c
 
 
 class Node:
-    """Leading blocks that two rows at least have in common; the root's are none.
+    """Leading blocks that at least two rows share; the root has none.
 
     Attributes:
-        end: How many blocks these are.
-        blocks: Those of them behind the parent's end.
-        inner: Longer prefixes, by their first block behind `end`.
-        leaves: Slots of rows that share no more, likewise; by -1 - slot where the block table ends here.
+        end: Number of these blocks.
+        blocks: The blocks after the parent's `end`.
+        inner: Nodes of longer prefixes, by their first block after `end`.
+        leaves: Slots of rows that share no more, by their block after `end`, or by -1 - slot if the table ends here.
     """
 
     __slots__ = ("blocks", "end", "inner", "leaves", "parent")
@@ -31,42 +31,42 @@ class Node:
 
 
 class _Forest(NamedTuple):
-    """All nodes but the root, an inner one behind the one around it, as `PrefixGroups` of all rows of the tree."""
+    """All nodes but the root in the layout of `PrefixGroups`, over all rows of the tree; children follow parents."""
 
     slots: np.ndarray  # [M] int64
-    first: np.ndarray  # [G] int32, as all that follow
-    last: np.ndarray  # index in `slots` behind a group's last row
+    first: np.ndarray  # [G] int32, as are all fields below
+    last: np.ndarray  # end (exclusive) of the group's rows in `slots`
     begin: np.ndarray
     end: np.ndarray
-    inner: np.ndarray  # [I] groups that lie in another one
-    parent: np.ndarray  # [I] in which
+    inner: np.ndarray  # [I] groups with a parent
+    parent: np.ndarray  # [I] their parents
 
 
 class PrefixTree:
     """A tree over the block tables of all rows that hold blocks, by the slots of the rows.
 
-    Only ids of blocks count, not what they hold. A table may be appended to with blocks that no other row has
-    (`extended` has to be told); whatever else happens to it has to happen between `remove` and `add`.
+    The tree compares block ids, not contents. Blocks that no other row has may be appended to a table, followed by
+    `extended`; any other change to a table requires `remove` before it and `add` after it.
 
     Args:
         block_size: Tokens per block.
-        is_kept: False: rows are not entered, so that there are no groups.
+        is_kept: If False, rows are not entered and there are no groups.
     """
 
     def __init__(self, block_size: int, is_kept: bool = True) -> None:
         self.is_kept = is_kept
         self._block_size = block_size
         self._root = Node(None, 0, [])
-        self._tables: dict[int, list[int]] = {}  # by slot, as what follows
-        self._node: dict[int, Node] = {}  # in whose leaves the slot is
-        self._key: dict[int, int] = {}  # where in them
+        self._tables: dict[int, list[int]] = {}  # by slot, as are the next two
+        self._node: dict[int, Node] = {}  # node whose `leaves` have the slot
+        self._key: dict[int, int] = {}  # key of the slot in those `leaves`
         self._open: set[int] = set()  # slots whose table ends at the end of their node
         self._num_slots = 0  # above every slot so far
-        self._forest: _Forest | None = None  # None: to be made
+        self._forest: _Forest | None = None  # None if outdated
         self._known: dict[bytes, PrefixGroups | None] = {}  # by the slots of a step's rows
 
     def add(self, slot: int, table: list[int]) -> None:
-        """A row comes. The table is not copied."""
+        """Add a row; keeps a reference to the table."""
         if not self.is_kept:
             return
         node = self._root
@@ -91,7 +91,7 @@ class PrefixTree:
             self._forget()
 
     def remove(self, slot: int) -> None:
-        """A row goes, if it is there."""
+        """Remove a row, if present."""
         node = self._node.pop(slot, None)
         if node is None:
             return
@@ -103,16 +103,16 @@ class PrefixTree:
                 self._dissolve(node, node.parent)
 
     def extended(self) -> None:
-        """Tables were appended to."""
+        """Update the tree after blocks were appended to tables."""
         for slot in [slot for slot in self._open if len(self._tables[slot]) > self._node[slot].end]:
             node = self._node[slot]
             del node.leaves[self._key[slot]]
             self._put(slot, node)
 
     def groups(self, slots: np.ndarray) -> PrefixGroups | None:
-        """Groups of a step whose row i is the one of ``slots[i]`` (int32); None if no two of them share a block.
+        """Return the groups of a step whose row i has slot ``slots[i]`` (int32); None if no two rows share a block.
 
-        While neither these slots nor what they share changes, the result is the same object; nobody may write to it.
+        While neither slots nor shared blocks change, the result is the same object, which must not be modified.
         """
         if not self._root.inner:
             return None
@@ -126,9 +126,9 @@ class PrefixTree:
         return self._known[step]
 
     def groups_ahead(self, slots: np.ndarray, start: np.ndarray) -> PrefixGroups | None:
-        """Groups of a step's prompts, row i the one of ``slots[i]``, that end ahead of their rows' new tokens.
+        """Return the groups of a step's prompts, row i with slot ``slots[i]``, that end before their rows' new tokens.
 
-        None if no two of them share a block there. ``start``: [R] integers, position of a row's first new token.
+        Returns None if no two rows share a block there. ``start``: [R] integers, position of a row's first new token.
         """
         if len(slots) < 2 or not self._root.inner:
             return None
@@ -140,7 +140,7 @@ class PrefixTree:
         last = groups.first + groups.count
         ahead = np.append(num_blocks[rows][groups.members], 0) * self._block_size
         if (np.minimum.reduceat(ahead, np.stack([groups.first, last], 1).reshape(-1))[::2] < groups.end).any():
-            # Some row computes in this step what others of its group have behind them.
+            # Some row computes positions in this step that other rows of its group have in the cache.
             tree = PrefixTree(self._block_size)
             for row in rows.tolist():
                 tree.add(row, self._tables[int(slots[row])][: int(num_blocks[row])])
@@ -148,8 +148,8 @@ class PrefixTree:
         return None if groups is None else groups._replace(members=rows[groups.members].astype(np.int32))
 
     def groups_of_copies(self, slots: np.ndarray, copies: np.ndarray, start: np.ndarray) -> PrefixGroups | None:
-        """As `groups` of a step in which row i stands ``copies[i]`` times, from position ``start[i]`` on."""
-        if not self.is_kept:  # else copies of one row would be a group
+        """Return `groups` of a step in which row i is repeated ``copies[i]`` times, from position ``start[i]`` on."""
+        if not self.is_kept:  # otherwise copies of one row would form a group
             return None
         end = shared_by_copies(start, self._block_size)
         groups, step = self.groups(slots), b"".join((b"+", slots.tobytes(), copies.tobytes(), end.tobytes()))
@@ -172,7 +172,7 @@ class PrefixTree:
         self._node[slot], self._key[slot] = node, key
 
     def _dissolve(self, node: Node, parent: Node) -> None:
-        """Only one row, or one longer prefix, is left below a node."""
+        """Remove a node that has only one leaf or one inner node left, and attach what is left to its parent."""
         del parent.inner[node.blocks[0]]
         for slot in node.leaves.values():
             self._put(slot, parent)
@@ -209,7 +209,7 @@ class PrefixTree:
 
 
 def _split(node: Node, count: int) -> Node:
-    """A new node around this one, with `count` of the blocks that it has more than its parent."""
+    """Return a new node between this node and its parent, with the first `count` of this node's blocks."""
     parent, blocks = node.parent, node.blocks
     assert parent is not None
     outer = Node(parent, parent.end + count, blocks[:count])
@@ -220,21 +220,21 @@ def _split(node: Node, count: int) -> Node:
 
 
 def _num_common(a: Seq[int], b: Seq[int]) -> int:
-    """Leading elements that are equal."""
+    """Return the number of equal leading elements."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _among(forest: _Forest, slots: np.ndarray, num_slots: int) -> PrefixGroups | None:
-    """Groups of those rows of the forest that are rows of a step."""
+    """Return the groups of the forest restricted to the rows of a step."""
     row_of = np.full(num_slots, -1, np.int32)
     row_of[slots] = np.arange(len(slots), dtype=np.int32)
     members = row_of[forest.slots]
     present = members >= 0
-    before = np.zeros(len(present) + 1, np.int32)  # how many rows of the step are before each of the forest
+    before = np.zeros(len(present) + 1, np.int32)  # rows of the step before each row of the forest
     np.cumsum(present, out=before[1:])
     first = before[forest.first]
     count = before[forest.last] - first
-    # A group whose rows all share more is none beside that longer one.
+    # A group whose rows all belong to one nested group is dropped in favour of the nested, longer one.
     is_same = count[forest.inner] == count[forest.parent]
     if count.min() > 1 and not is_same.any():
         return PrefixGroups(members[present], first, count, forest.begin, forest.end)
@@ -245,13 +245,13 @@ def _among(forest: _Forest, slots: np.ndarray, num_slots: int) -> PrefixGroups |
     keep = np.flatnonzero((count > 1) & ~hidden[:-1])
     if not keep.size:
         return None
-    around = np.full(size + 1, size)  # which group one lies in; `size` for none
+    around = np.full(size + 1, size)  # parent of each group; `size` if none
     around[forest.inner] = forest.parent
-    jump = np.where(hidden, around, np.arange(size + 1))  # over one hidden group, then two, then four, ...
+    jump = np.where(hidden, around, np.arange(size + 1))  # skips 1, 2, 4, ... hidden parents
     while hidden[around[keep]].any():
         around, jump = jump[around], jump[jump]
     begin = np.append(forest.end, np.int32(0))[around[keep]]
-    outermost = np.delete(np.arange(size), forest.inner)  # which have all rows of the forest, one after the other
+    outermost = np.delete(np.arange(size), forest.inner)  # together they cover all rows of the forest, in order
     present &= np.repeat(count[outermost] > 1, (forest.last - forest.first)[outermost])
     np.cumsum(present, out=before[1:])
     return PrefixGroups(members[present], before[forest.first[keep]], count[keep], begin, forest.end[keep])

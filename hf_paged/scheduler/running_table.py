@@ -13,17 +13,17 @@ class RunningTable:
     """State of the sequences that hold a slot.
 
     Attributes, all indexed by slot:
-        sequences: The tenant, or None.
+        sequences: The sequence in the slot, or None.
         scheduled: Tokens whose KV is computed or will be by a scheduled step; also the next position to compute.
         known: Prompt and committed output tokens.
-        target: Tokens known at admission: below it the sequence is in prefill.
-        capacity: Tokens its blocks hold.
-        limit: Tokens at which it ends, whatever they are.
-        decoding: Takes part in the next decode: prefill done, end not reached by what is in flight, not finished.
-        draining: Finished, but a plan in flight still names it.
-        in_flight: Uncommitted plans that name it.
-        tenancy: Goes up whenever the slot changes hands.
-        eos: [slots, k] ids that end it, padded with -1.
+        target: Tokens known at admission; the sequence is in prefill while `scheduled` is below.
+        capacity: Tokens that its blocks hold.
+        limit: Number of tokens at which the sequence ends in any case.
+        decoding: Joins the next decode: prefill done, tokens in flight do not reach the end, not finished.
+        draining: Finished, but in an uncommitted plan.
+        in_flight: Number of uncommitted plans with the sequence.
+        tenancy: Counter that rises whenever a sequence enters or leaves the slot.
+        eos: [slots, k] EOS ids of the sequence, padded with -1.
         tokens: [slots, columns] its known tokens; there are as many columns as the longest limit needs.
     """
 
@@ -40,7 +40,7 @@ class RunningTable:
         self.tenancy = np.zeros(num_slots, np.int64)
         self.eos = np.full((num_slots, 1), -1, np.int32)
         self.tokens = np.zeros((num_slots, FIRST_COLUMNS), np.int32)
-        self.num_lent = 0  # slots of rows that are none of the scheduler's
+        self.num_lent = 0  # slots of rows that the scheduler does not own (lockstep)
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -52,7 +52,7 @@ class RunningTable:
         return self.num_slots - len(self._free) - self.num_lent
 
     def grow(self, num_slots: int) -> None:
-        """Raise the number of slots to this; the new ones are taken last."""
+        """Raise the number of slots; the new slots are taken last."""
         old, more = self.num_slots, num_slots - self.num_slots
         self.sequences += [None] * more
         for name in ("scheduled", "known", "target", "capacity", "limit", "decoding", "draining", "in_flight",
@@ -67,14 +67,14 @@ class RunningTable:
         return len(self._free)
 
     def tenants(self) -> list[Sequence]:
-        """Sequences that hold a slot, finished ones that drain included."""
+        """Return the sequences that hold a slot, finished ones that drain included."""
         return [seq for seq in self.sequences if seq is not None]
 
     def settle(self, seq: Sequence, scheduled: int, capacity: int, limit: int) -> int:
-        """Give a sequence a slot; `scheduled` of its tokens need no computing. Returns the slot."""
+        """Give a sequence a slot and return it; `scheduled` of the sequence's tokens need no computing."""
         token_ids = seq.token_ids
         slot = self._free.pop()
-        # All that it may come to need, so that no step finds a full table.
+        # Columns for the sequence's limit, so that no later step has to resize the table.
         if (columns := self.tokens.shape[1]) < max(limit, len(token_ids)):
             self._resize_tokens(self.num_slots, max(2 * columns, limit, len(token_ids)))
         self.tokens[slot, : len(token_ids)] = token_ids
@@ -94,7 +94,7 @@ class RunningTable:
         return slot
 
     def vacate(self, slot: int) -> None:
-        """Free the slot; its sequence must have taken its tokens back."""
+        """Free the slot; requires that `Sequence.detach` was called before."""
         seq = self.sequences[slot]
         assert seq is not None
         seq.slot = -1
@@ -105,7 +105,7 @@ class RunningTable:
         self._free.append(slot)
 
     def take(self, count: int) -> list[int]:
-        """Free slots, without a tenant, until `give`."""
+        """Lend free slots, without a sequence, until `give`."""
         taken = self._free[len(self._free) - count :]
         assert len(taken) == count
         self.num_lent += count
@@ -117,12 +117,12 @@ class RunningTable:
         self._free += reversed(slots)
 
     def read_tokens(self, slot: int, first: int) -> list[int]:
-        """Known tokens of a slot from position `first` on."""
+        """Return the known tokens of a slot from position `first` on."""
         tokens: list[int] = self.tokens[slot, first : self.known[slot]].tolist()
         return tokens
 
     def _resize_tokens(self, num_slots: int, num_columns: int) -> None:
-        """What is not written of new memory takes none, and only what is known is copied."""
+        """Resize `tokens`; copies known tokens only, since untouched pages of zeros take no memory."""
         old, self.tokens = self.tokens, np.zeros((num_slots, num_columns), np.int32)
         for slot in range(len(old)):
             if self.sequences[slot] is not None:

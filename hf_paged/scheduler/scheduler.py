@@ -1,4 +1,4 @@
-"""Decides every step: who computes how many tokens in which blocks, and what becomes of the sampled tokens."""
+"""Decides for every step which sequence computes how many tokens in which blocks, and commits sampled tokens."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ NO_UPDATES = BlockUpdates(_NONE, _NONE, _NONE)
 
 
 class Scheduler:
-    """Continuous batching over a paged KV cache: who is waiting, running and finished, and what a step computes.
+    """Continuous batching over a paged KV cache: waiting, running and finished sequences, and the plan of each step.
 
-    A call that an exception from outside (Ctrl-C) cuts short leaves the books in doubt: make a new scheduler then.
+    After an asynchronous exception (Ctrl-C) in a call the state may be inconsistent; make a new scheduler then.
 
-    `schedule` may run one step ahead of `commit`: the input token of a decode row then still is on its way. Plans are
-    committed in the order they were made.
+    `schedule` may run one step ahead of `commit`: the input token of a decode row is then not known on the host yet.
+    Plans are committed in the order of their creation.
 
     Args:
         config: Sizes.
-        on_shortage: Called with the number of missing blocks before anyone is preempted or refused for want of them;
-            returns how many blocks there are now, in total.
-        on_few_slots: Called with the number of slots that are wanted in total, where rows that are none of the
-            scheduler's hold some; returns how many there are now.
-        on_stuck: Called where nobody is left to preempt. True says that rows that are none of the scheduler's hold
-            blocks, or have just given some back: there is something to wait for.
+        on_shortage: Called with the number of missing blocks before a sequence is preempted or fails for lack of
+            blocks; returns the new total number of blocks.
+        on_few_slots: Called with the total number of slots needed, if lockstep rows hold some of them; returns the new
+            total number of slots.
+        on_stuck: Called if no sequence is left to preempt. Returns True if lockstep rows hold blocks, or have just
+            released some, so that waiting may help.
     """
 
     def __init__(self, config: SchedulerConfig, on_shortage: Callable[[int], int] | None = None,
@@ -46,20 +46,20 @@ class Scheduler:
             config.block_size, config.num_blocks, config.enable_prefix_caching, config.max_model_len
         )
         self.prefix_tree = PrefixTree(config.block_size, config.group_prefixes)
-        self.num_preemptions = 0  # for want of blocks
+        self.num_preemptions = 0  # for lack of blocks
         self._table = RunningTable(config.max_num_seqs)
         self._waiting = WaitingQueue()
-        self._requests: dict[str, Sequence] = {}  # unfinished ones
-        self._num_scored = 0  # of these, those that get no token
-        self._partial: Sequence | None = None  # prefill under way; two at once can't be, the first takes the budget
+        self._requests: dict[str, Sequence] = {}  # unfinished sequences by request id
+        self._num_scored = 0  # unfinished requests with max_new_tokens 0
+        self._partial: Sequence | None = None  # in chunked prefill; at most one, since it takes the whole budget
         self._in_flight: deque[StepPlan] = deque()
         self._failed: list[Sequence] = []
-        # Who was found to lack blocks last, its key, and what `BlockPool.num_gains` has to reach before it fits.
+        # The sequence last found short of blocks, its key, and the `BlockPool.num_gains` at which it may fit.
         self._short: tuple[Sequence, bytes, int] | None = None
         self._num_arrived = 0
         self._on_shortage, self._on_few_slots = on_shortage, on_few_slots
         self._on_stuck = on_stuck if on_stuck is not None else lambda: False
-        # Columns of a plan that only decodes: shared by all such plans, so nobody may write to them.
+        # Columns of a plan without prefill, shared by all such plans and therefore read-only.
         self._ones = np.ones(config.max_num_batched_tokens, np.int32)
         self._trues = np.ones(config.max_num_batched_tokens, bool)
         self._ones.flags.writeable = self._trues.flags.writeable = False
@@ -80,24 +80,24 @@ class Scheduler:
         self._waiting.push(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence now; one that has ended, or that another scheduler had, stays as it is.
+        """End a sequence now; has no effect on a sequence that is finished or belongs to another scheduler.
 
-        Tokens in flight are dropped; blocks go back once the plans naming it are committed.
+        Tokens in flight are dropped; blocks are freed once the plans that contain the sequence are committed.
         """
         if self._requests.get(seq.request_id) is seq:
             self._finish(seq, reason)
 
     def take_failed(self) -> list[Sequence]:
-        """Sequences that `schedule` finished with ``"error"`` since the last call: the pool is too small for them."""
+        """Return the sequences that `schedule` finished with ``"error"`` since the last call: the pool is too small."""
         failed, self._failed = self._failed, []
         return failed
 
     def preempt_all(self, *, but_keepers: bool = False) -> None:
-        """Send every running sequence back to waiting and drop the plans in flight (their blocks are not hit).
+        """Return every running sequence to waiting and drop the plans in flight, unpublishing their blocks.
 
         Args:
-            but_keepers: The model changed between two steps, no plan being in flight: a sequence with `keeps_computed`
-                goes on over what it has, and what it fills from now on is never published.
+            but_keepers: The model changed between two steps, with no plan in flight: a sequence with `keeps_computed`
+                continues with its computed blocks, and blocks that it fills from now on are never published.
         """
         assert not (but_keepers and self._in_flight)
         pool, table = self.kv_cache_manager.block_pool, self._table
@@ -107,7 +107,7 @@ class Scheduler:
                 seq.num_in_flight = 0
         self._in_flight.clear()
         table.in_flight[:] = 0
-        # Newest first: the oldest keep their cached blocks longest.
+        # Newest first, so that the oldest sequences' cached blocks are evicted last.
         for seq in sorted(table.tenants(), key=lambda seq: seq.rank, reverse=True):
             if seq.status is Status.FINISHED:
                 self._release(seq.slot)
@@ -117,9 +117,9 @@ class Scheduler:
                 self._send_back(seq)
 
     def rollback(self, plan: StepPlan) -> None:
-        """The launch of this plan raised: nothing it promised to compute may be hit, and all start over.
+        """Undo a plan whose launch raised: unpublish its blocks and return all running sequences to waiting.
 
-        An older plan that is not committed is dropped with it. Raises ValueError if this plan is not in flight.
+        An older uncommitted plan is dropped too. Raises ValueError if this plan is not in flight.
         """
         if not any(plan is other for other in self._in_flight):
             raise ValueError("the plan is not in flight")
@@ -130,11 +130,11 @@ class Scheduler:
         return len(self._waiting)
 
     def waiting_by_reason(self) -> dict[str, int]:
-        """Waiting sequences by what keeps them, all of `WAITING_REASONS`.
+        """Return the number of waiting sequences for each of `WAITING_REASONS`.
 
-        "preempted": they ran, and had to give their blocks back. For the others, which are taken in their order:
-        "slots" (``max_num_seqs`` run), "blocks" (too few are free for the first of them), else "step": the next one
-        takes them.
+        "preempted": the sequence ran and had to release its blocks. The others wait in order for one reason: "slots"
+        (``max_num_seqs`` are running), "blocks" (too few are free for the first of them), else "step": the next step
+        admits them.
         """
         counts = dict.fromkeys(WAITING_REASONS, 0)
         waiting = self._waiting.sequences()
@@ -158,10 +158,10 @@ class Scheduler:
         return self._table.num_free_slots
 
     def take_slots(self, count: int) -> list[int]:
-        """Lend slots to rows that are none of the scheduler's, until `give_slots`; there may be more slots afterwards.
+        """Lend slots to rows that the scheduler does not own, until `give_slots`; may raise the number of slots.
 
         Raises:
-            MemoryError: too few are free, and there is no memory for more.
+            MemoryError: If too few slots are free and there is no memory for more.
         """
         if self._table.num_free_slots < count:
             self._ask_for_slots(count)
@@ -170,12 +170,12 @@ class Scheduler:
         return self._table.take(count)
 
     def give_slots(self, slots: list[int]) -> None:
-        """Take them back."""
+        """Take lent slots back."""
         self._table.give(slots)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool, the null block included."""
+        """Return the number of blocks in the pool, the null block included."""
         return self.kv_cache_manager.block_pool.num_blocks
 
     @property
@@ -183,15 +183,15 @@ class Scheduler:
         return self.kv_cache_manager.block_pool.num_free
 
     def grow(self, num_blocks: int) -> None:
-        """Raise the number of blocks to this total; never lowers it."""
+        """Raise the total number of blocks; never lowers it."""
         self.kv_cache_manager.block_pool.grow(num_blocks)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, changing nothing, while a block is in use."""
+        """Drop all cached prefixes; returns False, without effect, while a block is in use."""
         return self.kv_cache_manager.block_pool.reset()
 
     def start_over(self) -> bool:
-        """Be as new: cached prefixes and counts go. False, changing nothing, while anything is unfinished or held."""
+        """Drop cached prefixes and counts; returns False, without effect, if a sequence, plan or lent slot is left."""
         table, manager = self._table, self.kv_cache_manager
         if self._requests or self._in_flight or self._failed or table.num_tenants or table.num_lent:
             return False
@@ -201,18 +201,18 @@ class Scheduler:
         return True
 
     def schedule(self, drafts: Drafts = NO_DRAFTS) -> StepPlan | None:
-        """Plan a step, or None if there is nothing to compute before a commit (or at all).
+        """Plan a step; returns None if there is nothing to compute (before the next commit).
 
-        Every sequence past its prefill gets a decode row. Only one that needs a block while none is free sits out a
-        step, to see whether its token in flight is its last, before it preempts anyone.
+        Every sequence after its prefill gets a decode row. Only if no block is free for it, it skips a step before it
+        preempts another sequence, since its token in flight may be its last.
 
         Args:
-            drafts: Guesses at what follows in sequences with no token in flight. Each gets a decode row of its own, as
-                far as tokens and blocks suffice without anyone being preempted, and half of the step's other tokens
-                where a prompt is to be computed; its sequence sits out until the commit.
+            drafts: Draft tokens of sequences with no token in flight. Each draft gets a decode row, as far as the token
+                budget and free blocks allow without preemption, and in at most half of the remaining budget if a prompt
+                waits; such a sequence is not scheduled again before the commit.
 
         Raises:
-            RuntimeError: Two plans wait for their commit.
+            RuntimeError: If two plans wait for their commit.
         """
         if len(self._in_flight) > 1:
             raise RuntimeError("two plans wait for their commit; a third would outrun the known tokens")
@@ -224,7 +224,7 @@ class Scheduler:
         needy = slots[table.capacity[slots] <= start]
         if needy.size:
             updates, short = self._extend_tables(needy)
-            if short:  # some were preempted, others must wait for their block
+            if short:  # some sequences were preempted, others wait for their block
                 slots = np.flatnonzero(table.decoding & (table.capacity > table.scheduled))
                 start = table.scheduled[slots]
         table.scheduled[slots] = start + 1
@@ -247,7 +247,7 @@ class Scheduler:
         return plan
 
     def _fitting(self, drafts: Drafts, slots: np.ndarray, start: np.ndarray) -> tuple[list[Seq[int]], BlockUpdates]:
-        """Of each decode row, the drafts that there is room for; none at all, or a list for every row."""
+        """Return for each decode row the drafts that fit, or an empty list if no draft does, and their new blocks."""
         table, size = self._table, self.config.block_size
         room, num_free = self.config.max_num_batched_tokens - len(slots), self.num_free_blocks
         if self._partial is not None or self._waiting:
@@ -303,7 +303,7 @@ class Scheduler:
         )
 
     def _add_chunk(self, seq: Sequence, prefills: PrefillRows) -> None:
-        """Schedule as much of a prefill as the budget allows."""
+        """Schedule as many tokens of a prefill as the budget allows."""
         table, slot = self._table, seq.slot
         start, target = int(table.scheduled[slot]), int(table.target[slot])
         count = min(target - start, prefills.room)
@@ -317,7 +317,7 @@ class Scheduler:
         prefills.add(seq, start, end, write_from, done and seq.max_new_tokens > 0)
 
     def _has_slot(self) -> bool:
-        """Is there a slot for one more sequence? Those that are lent do not count against ``max_num_seqs``."""
+        """Return whether a slot is free for one more sequence; lent slots do not count against ``max_num_seqs``."""
         table = self._table
         if table.num_tenants >= self.config.max_num_seqs:
             return False
@@ -326,14 +326,14 @@ class Scheduler:
         return table.num_free_slots > 0
 
     def _ask_for_slots(self, lent: int) -> None:
-        """Have as many slots that everybody gets all of theirs, the next `lent` for others included."""
+        """Request slots for ``max_num_seqs`` sequences, all lent slots and `lent` more."""
         if self._on_few_slots is not None:
             wanted = self.config.max_num_seqs + self._table.num_lent + lent
             if (found := self._on_few_slots(wanted)) > self._table.num_slots:
                 self._table.grow(found)
 
     def _admit(self, prefills: PrefillRows) -> None:
-        """Give slots and blocks to waiting sequences, first come first served, while everything lasts."""
+        """Admit waiting sequences in order while the token budget, slots and blocks last."""
         manager, table = self.kv_cache_manager, self._table
         while prefills.room:
             seq = self._waiting.peek()
@@ -353,7 +353,7 @@ class Scheduler:
                     continue
                 if manager.num_blocks_for(num_tokens) < self.num_blocks:
                     self._short = seq, seq.cache_key, manager.block_pool.num_gains + missing
-                    return  # it fits once others are gone; nobody overtakes it
+                    return  # it fits after others release blocks; later sequences do not overtake it
                 self._fail(seq)
                 continue
             self._waiting.pop()
@@ -368,13 +368,13 @@ class Scheduler:
             self._add_chunk(seq, prefills)
 
     def _least_missing(self, seq: Sequence) -> int:
-        """Blocks that a waiting sequence lacks at least: looking up its cached prefix takes long where that is long."""
+        """Return a lower bound of the blocks that a waiting sequence lacks, without the slow prefix lookup."""
         if self._short is None or self._short[0] is not seq or self._short[1] != seq.cache_key:
             return 0
         return self._short[2] - self.kv_cache_manager.block_pool.num_gains
 
     def _extend_tables(self, needy: np.ndarray) -> tuple[BlockUpdates, bool]:
-        """One more block for each of these slots. The flag tells that there were too few, and not all got one."""
+        """Allocate one block for each slot; the flag is True if too few were free and some slots got none."""
         pool = self.kv_cache_manager.block_pool
         missing = len(needy) - pool.num_free
         short = missing > 0
@@ -398,13 +398,13 @@ class Scheduler:
         return BlockUpdates(index, np.array(columns, np.int32), np.array(ids, np.int32))
 
     def _ration(self, needy: np.ndarray) -> BlockUpdates:
-        """Give the free blocks to the oldest, and preempt the newest for those that can't go on."""
+        """Give free blocks to the oldest sequences, and preempt the newest for sequences that cannot go on."""
         table, pool = self._table, self.kv_cache_manager.block_pool
         updates = []
         for slot in sorted(needy.tolist(), key=lambda slot: table.sequences[slot].rank):  # type: ignore[union-attr]
             seq = table.sequences[slot]
             while not pool.num_free and seq is not None and seq.slot == slot:
-                # Its token in flight may be its last: it waits for that commit rather than preempt for nothing.
+                # The token in flight may be the last: waiting for its commit avoids a needless preemption.
                 if table.in_flight[slot] or not self._make_room_for(seq):
                     break
             if pool.num_free and table.decoding[slot]:
@@ -414,14 +414,14 @@ class Scheduler:
         return BlockUpdates(*(np.concatenate(column) for column in zip(*updates, strict=True)))
 
     def _make_room_for(self, seq: Sequence) -> bool:
-        """Preempt the newest sequence, maybe this one, or fail this one if it is alone. False: nothing to take."""
+        """Preempt the newest sequence, or fail `seq` if it is alone; returns False if neither is possible now."""
         others = [other for other in self._table.tenants() if other is not seq]
         if not others:
             if self._on_stuck():
                 return self.num_free_blocks > 0
             self._fail(seq)
             return True
-        # Who has reached its end gives its blocks back by itself at the next commit.
+        # A sequence that has reached its end releases its blocks at the next commit anyway.
         victims = [other for other in others if self._table.decoding[other.slot] or other is self._partial]
         if not victims:
             return False
@@ -429,7 +429,7 @@ class Scheduler:
         return True
 
     def make_room(self, missing: int) -> bool:
-        """For rows that are none of the scheduler's: ask for blocks, else preempt the newest. False: nobody is left."""
+        """Grow the pool, else preempt, for rows that the scheduler does not own; returns False if neither works."""
         if self.ask_for_blocks(missing):
             return True
         victims = [seq for seq in self._table.tenants() if seq.status is not Status.FINISHED]
@@ -438,23 +438,23 @@ class Scheduler:
         return bool(victims)
 
     def ask_for_blocks(self, missing: int) -> bool:
-        """Ask the owner of the pool for more; True if it grew."""
+        """Call `on_shortage` and return whether the pool grew."""
         before = self.num_blocks
         if self._on_shortage is not None:
             self.grow(self._on_shortage(missing))
         return self.num_blocks > before
 
     def commit(self, plan: StepPlan, tokens: np.ndarray, last: Container[int] = ()) -> CommitResult:
-        """Take in the tokens sampled by the oldest uncommitted plan.
+        """Append the tokens sampled by the oldest uncommitted plan.
 
         Args:
-            plan: That plan.
-            tokens: int64 [R]; read where ``plan.samples``. A negative one says that the row's logits were invalid:
-                its sequence ends alone with ``"error"``.
-            last: Rows behind whose token guesses count for nothing, since the caller is going to end the sequence.
+            plan: The oldest uncommitted plan.
+            tokens: int64 [R]; read where ``plan.samples``. A negative token marks invalid logits: its sequence
+                alone ends with ``"error"``.
+            last: Rows after whose token drafts do not count, since the caller is going to end the sequence.
 
         Raises:
-            ValueError: Another plan is due.
+            ValueError: If an older plan is uncommitted.
         """
         if not self._in_flight or self._in_flight[0] is not plan:
             raise ValueError("plans are committed once each, in the order they were scheduled")
@@ -486,13 +486,13 @@ class Scheduler:
         if rows.size:
             end = plan.start[rows] + plan.num_new_tokens[rows]  # all tokens up to here are computed
             table.tokens[slots, end] = taken
-            table.known[slots] = end + 1  # of several rows of a slot the last one's
+            table.known[slots] = end + 1  # if a slot has several rows, the last row wins
             if self.config.enable_prefix_caching:
                 self._publish_decoded(slots, end)
             is_eos = (table.eos[slots] == taken[:, None]).any(axis=1)
             is_last = is_eos | (end + 1 >= table.limit[slots])
             ended = [(int(slots[i]), "eos" if is_eos[i] else "length") for i in np.flatnonzero(is_last).tolist()]
-        if plan.drafts is not None:  # they go on behind what was confirmed
+        if plan.drafts is not None:  # continue after the confirmed drafts
             slots = plan.slots[live & (plan.drafts >= 0)]
             table.scheduled[slots] = table.known[slots] - 1
             table.decoding[slots] = table.known[slots] < table.limit[slots]
@@ -511,7 +511,7 @@ class Scheduler:
         return CommitResult(rows, finished)
 
     def _publish_decoded(self, slots: np.ndarray, end: np.ndarray) -> None:
-        """Publish the blocks of these slots that their tokens up to `end` fill: all of them are known by now."""
+        """Publish the block of each slot that is full with its `end` tokens; all of these tokens are known."""
         table = self._table
         for i in np.flatnonzero(end & (self.config.block_size - 1) == 0).tolist():
             seq = table.sequences[slots[i]]
@@ -520,7 +520,7 @@ class Scheduler:
 
     def _commit_absent(self, plan: StepPlan, rows: np.ndarray, samples: np.ndarray, tokens: np.ndarray,
                        finished: list[Sequence]) -> list[int]:
-        """Rows whose sequence was preempted after the plan was made; returns those whose token was appended."""
+        """Commit rows of sequences preempted since the plan was made; returns the rows with an appended token."""
         appended = []
         for row in rows.tolist():
             seq, token = plan.sequences[row], int(tokens[row])
@@ -538,7 +538,7 @@ class Scheduler:
         return appended
 
     def _finish_scored(self, plan: StepPlan, present: np.ndarray, finished: list[Sequence]) -> None:
-        """Sequences that get no tokens end with their prompt."""
+        """Finish sequences with max_new_tokens 0 whose prompt is computed."""
         for row in range(plan.num_decode_rows, len(plan.slots)):
             seq = plan.sequences[row]
             done = int(plan.start[row]) + int(plan.num_new_tokens[row]) == seq.num_prompt_tokens
@@ -549,7 +549,7 @@ class Scheduler:
     def _finish_bad(self, slot: int, finished: list[Sequence]) -> None:
         seq = self._table.sequences[slot]
         assert seq is not None
-        self.kv_cache_manager.unpublish(seq)  # KV that gave invalid logits is not worth a hit
+        self.kv_cache_manager.unpublish(seq)  # later requests must not hit KV that led to invalid logits
         self._finish(seq, "error")
         finished.append(seq)
 
@@ -575,7 +575,7 @@ class Scheduler:
         self._failed.append(seq)
 
     def _release(self, slot: int) -> None:
-        """Blocks and slot of a finished sequence go back."""
+        """Release blocks and slot of a finished sequence."""
         seq = self._table.sequences[slot]
         assert seq is not None
         self.prefix_tree.remove(slot)
@@ -588,7 +588,7 @@ class Scheduler:
         self._send_back(seq)
 
     def _send_back(self, seq: Sequence) -> None:
-        """From running to waiting: output kept, everything computed given up."""
+        """Move a running sequence back to waiting; keeps its output and drops its computed KV."""
         if seq is self._partial:
             self._partial = None
         slot = seq.slot

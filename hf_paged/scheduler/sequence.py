@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it: token ids, limits, blocks and where it stands."""
+"""One request in the scheduler: token ids, limits, blocks and status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_paged.scheduler.block_pool import ROOT_DIGEST, ROOT_PREFIX_ID
 
 
 class Status(enum.IntEnum):
-    """Where a sequence stands. A preempted sequence is WAITING again."""
+    """Status of a sequence; a preempted sequence is WAITING again."""
 
     WAITING = 0
     RUNNING = 1
@@ -20,7 +20,7 @@ class Status(enum.IntEnum):
 
 
 class RunningColumns(Protocol):
-    """What a sequence asks the `RunningTable` that holds its output, by slot."""
+    """Columns of the `RunningTable` that a sequence reads, by slot."""
 
     scheduled: np.ndarray
     known: np.ndarray
@@ -30,24 +30,24 @@ class RunningColumns(Protocol):
 
 
 class Sequence:
-    """A prompt and what has been generated after it.
+    """A prompt and the tokens generated after it.
 
     Args:
         request_id: Unique among the unfinished requests of a scheduler.
-        prompt_token_ids: At least one token id, each below 2**31. The list is kept, and has to stay as it is.
-        output_token_ids: What has been generated already.
-        max_new_tokens: Generated tokens, those among them, after which the sequence ends with ``"length"``. With 0 it
-            ends when its prompt is computed.
+        prompt_token_ids: At least one token id, each below 2**31. The list is not copied and must not change.
+        output_token_ids: Tokens generated before.
+        max_new_tokens: Maximum of generated tokens, `output_token_ids` included; the sequence then ends with
+            ``"length"``. With 0 it ends when its prompt is computed.
         eos_token_ids: Tokens that end the sequence with ``"eos"`` (the token itself is kept).
         priority: Lower goes first; ties go by arrival.
         cache_key: Extra bytes (the model's state, then the salt) under which the prefix cache keeps its blocks.
-        cache_salt: Bytes that only those sequences have that may share its blocks; see `use_model_key`.
+        cache_salt: Bytes that sequences must have in common to share blocks; see `use_model_key`.
         read_cache: False computes every prompt token (prompt logprobs need them) yet still fills the cache.
-        adapter: Name of the adapter that computes it, a part of the model's state; None: the model as it is.
-        keeps_computed: What is computed stays when the model changes, see `Scheduler.preempt_all`.
+        adapter: Name of the adapter to compute with, a part of the model's state; None for no adapter.
+        keeps_computed: Computed KV is kept when the model changes, see `Scheduler.preempt_all`.
 
     Raises:
-        ValueError: Empty prompt or ``max_new_tokens < 0``.
+        ValueError: If the prompt is empty or ``max_new_tokens < 0``.
     """
 
     __slots__ = (
@@ -119,10 +119,10 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
 
-        # The scheduler's own book-keeping from here on.
+        # Fields below belong to the scheduler.
         self.was_admitted = False
-        self.is_mixed = False  # its blocks hold what several states of the model computed: nobody else may hit them
-        self.num_in_flight = 0  # uncommitted plans that still name this sequence after it was preempted
+        self.is_mixed = False  # several states of the model computed its KV: other sequences must not hit its blocks
+        self.num_in_flight = 0  # uncommitted plans that still contain this sequence after it was preempted
         self.num_published = 0  # leading blocks of the table that are in the prefix cache
         self.prefix_id = ROOT_PREFIX_ID  # of the last published block
         self.prefix_digest = ROOT_DIGEST
@@ -133,7 +133,7 @@ class Sequence:
         self._table: RunningColumns | None = None
 
     def use_model_key(self, model_key: bytes) -> None:
-        """From now on the prefix cache keeps its blocks under this state of the model and its own salt."""
+        """Key the sequence's blocks in the prefix cache by this state of the model and its own salt from now on."""
         key = model_key + self.cache_salt
         if key != self.cache_key:
             self.cache_key, self.block_hashes = key, []
@@ -145,7 +145,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and committed output tokens."""
+        """Return the number of prompt and committed output tokens."""
         if self._table is not None:
             return int(self._table.known[self.slot])
         return self.num_prompt_tokens + len(self._output)
@@ -156,7 +156,7 @@ class Sequence:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Leading tokens whose KV is in the cache or in a step already scheduled."""
+        """Return the number of leading tokens whose KV is in the cache or in a scheduled step."""
         if self._table is not None:
             return int(self._table.scheduled[self.slot])
         return self._num_computed
@@ -167,30 +167,30 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Committed output, a fresh list."""
+        """Return the committed output as a new list."""
         if self._table is not None:
             return self._table.read_tokens(self.slot, self.num_prompt_tokens)
         return list(self._output)
 
     def output_from(self, first: int) -> list[int]:
-        """`output_token_ids` from this one on."""
+        """Return `output_token_ids[first:]`."""
         if self._table is not None:
             return self._table.read_tokens(self.slot, self.num_prompt_tokens + first)
         return self._output[first:]
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and committed output, a fresh list."""
+        """Return prompt and committed output as a new list."""
         return self._prompt + self.output_token_ids
 
     def known_ids(self) -> np.ndarray:
-        """`token_ids` as int32, to be read at once."""
+        """Return `token_ids` as int32; may be a view that later steps change."""
         if self._table is not None:
             return self._table.tokens[self.slot, : self._table.known[self.slot]]
         return np.array(self.token_ids, np.int32)
 
     def ids_between(self, first: int, last: int) -> list[int]:
-        """`token_ids[first:last]`, of a prompt without a copy of all of it."""
+        """Return `token_ids[first:last]`, without copying the whole prompt if the range lies in it."""
         return self._prompt[first:last] if last <= self.num_prompt_tokens else self.token_ids[first:last]
 
     def append(self, token: int) -> None:
@@ -199,7 +199,7 @@ class Sequence:
         self._output.append(token)
 
     def reached_end(self, max_model_len: int) -> str | None:
-        """The reason for which the committed output ends here, if it does."""
+        """Return the finish reason if the committed output is complete, else None."""
         output = self.output_token_ids
         if output and output[-1] in self.eos_token_ids:
             return "eos"
@@ -208,17 +208,17 @@ class Sequence:
         return None
 
     def end(self, reason: str) -> None:
-        """It ended before any scheduler had it."""
+        """Finish a sequence that was never added to a scheduler."""
         assert self.status is Status.WAITING and self.arrival < 0
         self.status, self.finish_reason = Status.FINISHED, reason
 
     def attach(self, table: RunningColumns, slot: int) -> None:
-        """From now on the running table holds the output and the lengths."""
+        """Keep output and lengths in the running table from now on."""
         self.slot = slot
         self._table = table
 
     def detach(self, num_computed: int) -> None:
-        """Take the output back from the running table; the slot is given up separately."""
+        """Copy the output back from the running table; the slot is released separately."""
         if self._table is not None:
             self._output = self.output_token_ids
             self._table = None

@@ -8,7 +8,7 @@ from hf_paged.scheduler.sequence import Sequence, Status
 
 
 class WaitingQueue:
-    """A heap; an aborted sequence stays in it, marked finished, until it comes to the top."""
+    """Priority heap of waiting sequences; a finished sequence is removed only when it reaches the top."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
@@ -22,17 +22,17 @@ class WaitingQueue:
         self._len += 1
 
     def sequences(self) -> list[Sequence]:
-        """All of them, in no order."""
+        """Return all waiting sequences in arbitrary order."""
         return [seq for _, seq in self._heap if seq.status is not Status.FINISHED]
 
     def peek(self) -> Sequence | None:
-        """The next to be admitted, or None."""
+        """Return the next sequence to admit, or None."""
         while self._heap and self._heap[0][1].status is Status.FINISHED:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> Sequence:
-        """Take out what `peek` shows. Raises IndexError when empty."""
+        """Remove and return the sequence of `peek`; raises IndexError if there is none."""
         seq = self.peek()
         if seq is None:
             raise IndexError("nobody waits")
@@ -41,5 +41,5 @@ class WaitingQueue:
         return seq
 
     def count_out(self) -> None:
-        """One member was marked finished where it stands."""
+        """Decrease the length for a sequence that was finished while it waits."""
         self._len -= 1

@@ -1,4 +1,4 @@
-"""LoRA adapters of a served model: loaded beside it, listed with the models, and named in a body's `model` field."""
+"""LoRA adapters of a served model: loaded with it, listed as models, and selected by a body's `model` field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTION = "--adapter"
 
 
 def split_adapters(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The adapters that a command line asks for, by name, and the arguments that are left for transformers."""
+    """Return the adapters of a command line by name, and the remaining arguments for transformers."""
     parser = argparse.ArgumentParser("python -m hf_paged.serve", add_help=False, allow_abbrev=False)
     parser.add_argument(OPTION, action="append", default=[], metavar="NAME=PATH")
     given, others = parser.parse_known_args(arguments)
@@ -33,7 +33,7 @@ def split_adapters(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def checking_pin(adapters: dict[str, str], stock: Callable) -> Callable:
-    """Of `ModelManager._validate_args`: adapters are those of the model that the server is pinned to."""
+    """Wrap `ModelManager._validate_args`: adapters require a model on the command line."""
 
     def _validate_args(self: Any) -> None:
         if adapters and self.force_model is None:
@@ -44,7 +44,7 @@ def checking_pin(adapters: dict[str, str], stock: Callable) -> Callable:
 
 
 def loading(adapters: dict[str, str], stock: Callable) -> Callable:
-    """Of `ModelManager._load_model`: the adapters with the model, none of them active."""
+    """Wrap `ModelManager._load_model`: load the adapters with the model, none of them active."""
 
     def _load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = stock(self, *args, **kwargs)
@@ -56,9 +56,9 @@ def loading(adapters: dict[str, str], stock: Callable) -> Callable:
 
 
 def listing(stock: Callable | staticmethod) -> Callable:
-    """Of what lists the `ModelManager`'s models: after them, the adapters of those that are loaded.
+    """Wrap the method that lists `ModelManager`'s models: append the adapters of loaded models.
 
-    5.23 has a static method there, which is not told the manager.
+    transformers 5.23 has a static method there, which does not get the manager.
     """
 
     def list_models(self: Any = None, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def listing(stock: Callable | staticmethod) -> Callable:
             for model_id, model in _loaded(self) for name in adapter_names(model)
         ]
         models: list[dict[str, Any]] = []
-        with suppress(CacheNotFound):  # which is an error to 5.23; a served model may lie elsewhere
+        with suppress(CacheNotFound):  # raised by 5.23 without a Hub cache; a served model may be in another folder
             models += stock(*args, **kwargs) if isinstance(stock, staticmethod) else stock(self, *args, **kwargs)
         return models + found
 
@@ -75,7 +75,7 @@ def listing(stock: Callable | staticmethod) -> Callable:
 
 
 def resolving(stock: Callable) -> Callable:
-    """Of the handlers' `_resolve_model`: an adapter's name stands for its model, and the request notes it."""
+    """Wrap the handlers' `_resolve_model`: an adapter's name resolves to its model and is stored in the request."""
 
     def _resolve_model(self: Any, body: dict[str, Any]) -> Any:
         from fastapi import HTTPException
@@ -98,10 +98,10 @@ def resolving(stock: Callable) -> Callable:
 
 
 def refuse_adapter() -> None:
-    """For requests that transformers' own continuous batching runs, which knows no adapters by row.
+    """Raise if the request names an adapter that transformers' own continuous batching cannot select per row.
 
     Raises:
-        RefusedRequestError: the request names an adapter.
+        RefusedRequestError: If the request names an adapter.
     """
     if (name := ServedCall.current().adapter_name) is not None:
         raise RefusedRequestError(f"model={name!r}: expected the model that the adapter belongs to: transformers' own "
@@ -109,5 +109,5 @@ def refuse_adapter() -> None:
 
 
 def _loaded(manager: Any) -> list[tuple[str, Any]]:
-    """(id, model) of every model that the server has in memory."""
+    """Return (id, model) of every model that the server has in memory."""
     return [(key, timed.model) for key, timed in list(manager.loaded_models.items()) if timed.model is not None]

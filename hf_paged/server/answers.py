@@ -1,4 +1,4 @@
-"""Answers of the chat and the text endpoint, whole and streamed, in OpenAI's form and with any number of choices."""
+"""Answers of the chat and completions endpoints, whole and streamed, in OpenAI's format, with `n` choices."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from hf_paged.server.choices import (
 )
 from hf_paged.server.requests import ServedRequests
 
-# Makes the request of one choice, by its index and its own copy of the settings.
+# Makes the request of one choice from its index and its own copy of the settings.
 MakeRequest = Callable[[int, GenerationConfig], ServedRequests]
 
 
 class Answer:
-    """One answer in the making; its choices are requests of their own, which share the prompt's cached blocks.
+    """Answer with one engine request per choice; the requests share the prompt's cached blocks.
 
     Args:
-        request_id, model_id: as the answer names them.
-        model: the causal LM.
-        processor: it, or its tokenizer, decodes tokens.
-        inputs: of the prompt, with ``input_ids`` as a list, or as a tensor of one row.
-        config: the settings of every choice.
-        make: the request of a choice.
-        tools: that the model was told of.
+        request_id, model_id: Ids in the answer.
+        model: The causal LM.
+        processor: The processor or tokenizer that decodes tokens.
+        inputs: Inputs of the prompt, with ``input_ids`` as a list or as a tensor of one row.
+        config: Settings of every choice.
+        make: Makes the request of a choice.
+        tools: Tools in the model's prompt.
     """
 
     def __init__(self, request_id: str, model_id: str, model: Any, processor: Any, inputs: Any,
@@ -58,15 +58,15 @@ class Answer:
         self._requests = [make(index, copy.deepcopy(config)) for index in range(self.wishes.n or 1)]
 
     async def whole_chat(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed; raises what `_outputs` raises."""
+        """Return the body of an answer that is not streamed; raises what `_outputs` raises."""
         return await self._whole("chat.completion", self._chat_choice)
 
     async def whole_text(self, suffix: str) -> dict[str, Any]:
-        """As `whole_chat`, for the text endpoint, with `suffix` behind every choice."""
+        """Return a text completion's body, `suffix` after each choice; raises what `_outputs` raises."""
         return await self._whole("text_completion", lambda index, output: self._text_choice(index, output, suffix))
 
     def chat_stream(self) -> AsyncIterator[str]:
-        """Server-sent events; the requests are queued before the first is asked for."""
+        """Return server-sent events; queues the requests before the first event is requested."""
         from transformers.cli.serving.utils import build_response_parser
 
         parsers = [build_response_parser(self._processor, self._model, self._prompt, **self._of_tools(
@@ -74,7 +74,7 @@ class Answer:
         return self._events(self._pieces(parsers), ChatChunks(str(self._head["id"])), "chat.completion.chunk")
 
     def text_stream(self, suffix: str) -> AsyncIterator[str]:
-        """As `chat_stream`, for the text endpoint."""
+        """Return server-sent events of a text completion; queues the requests like `chat_stream`."""
         return self._events(self._pieces([None] * len(self._requests)), TextChunks(suffix), "text_completion")
 
     # -- whole answers ------------------------------------------------------------------------------------------------
@@ -86,11 +86,11 @@ class Answer:
         return {**self._head, "object": kind, "choices": choices, "usage": self._usage(num_tokens)}
 
     async def _outputs(self) -> list[GenerationOutput]:
-        """The last output of every choice.
+        """Return the last output of every choice.
 
         Raises:
-            RefusedRequestError: the request cannot be carried out.
-            CBWorkerDeadError, RuntimeError: it failed.
+            RefusedRequestError: If the request cannot be carried out.
+            CBWorkerDeadError, RuntimeError: If generation failed.
         """
         from transformers.cli.serving.utils import CBWorkerDeadError
 
@@ -137,7 +137,7 @@ class Answer:
         return whole_text(self._processor, output.generated_tokens, self.wishes, skip_special_tokens=True)
 
     def _parsed(self, output: GenerationOutput, text: str) -> tuple[str, str | None, list[Any] | None]:
-        """Content, reasoning and tool calls; all of it is content where transformers' parser cannot read it."""
+        """Return content, reasoning and tool calls; all text is content if transformers' parser cannot parse it."""
         from transformers.cli.serving.utils import parse_assistant_message
 
         raw, is_met = whole_text(self._tokenizer, output.generated_tokens, self.wishes, skip_special_tokens=False)
@@ -145,13 +145,13 @@ class Answer:
             return parse_assistant_message(self._processor, self._model, raw if is_met else output.generated_tokens,
                                            input_ids=self._prompt, cleaned_content=text,
                                            **self._of_tools(parse_assistant_message))
-        except (ValueError, RuntimeError):  # as its stream does: it ended inside of a tool call, for one
+        except (ValueError, RuntimeError):  # for example, the text ends within a tool call
             return text, None, None
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
     def _pieces(self, parsers: list[Any]) -> AsyncIterator[list[Piece]]:
-        """Queue the requests; what comes of all choices, as it comes, up to an error of one."""
+        """Queue the requests and yield new pieces of all choices; stop after a piece with an error."""
         most = self._config.max_new_tokens
         choices = [ChoiceStream(i, self._tokenizer, self.wishes, most, parser) for i, parser in enumerate(parsers)]
         arrived: asyncio.Queue[Piece] = asyncio.Queue()
@@ -161,7 +161,7 @@ class Answer:
                 return
             try:
                 arrived.put_nowait(choices[index].push(output))
-            except Exception as error:  # of a parser
+            except Exception as error:  # raised by a parser
                 arrived.put_nowait(Piece(index, error=str(error)))
 
         for index, choice in enumerate(choices):
@@ -193,7 +193,7 @@ class Answer:
             events: list[str] = []
             for piece in batch:
                 if piece.error is not None:
-                    events.append(f"data: {json.dumps({'error': piece.error})}\n\n")  # as transformers words it
+                    events.append(f"data: {json.dumps({'error': piece.error})}\n\n")  # transformers' format
                     yield "".join(events)
                     return
                 num_tokens += piece.num_tokens
@@ -212,7 +212,7 @@ class Answer:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _queue(self, streaming: bool, take: Callable[[int, GenerationOutput], None]) -> None:
-        """Ask for the tokens of all choices. Clients may choose ids of their requests; they must not meet another's."""
+        """Submit all choices, with a suffix that makes request ids unique: clients may choose equal ids."""
         for index, requests in enumerate(self._requests):
             made = requests.add_request(self._prompt, f"{self._head['id']}-{uuid.uuid4().hex}", streaming=streaming,
                                         max_new_tokens=self._config.max_new_tokens,
@@ -220,17 +220,17 @@ class Answer:
             requests.register_result_handler(made, functools.partial(take, index))
 
     def _usage(self, num_tokens: int) -> dict[str, int]:
-        """The prompt counts once."""
+        """Return the token counts; the prompt counts once for all choices."""
         prompt = len(self._prompt)
         return {"prompt_tokens": prompt, "completion_tokens": num_tokens, "total_tokens": prompt + num_tokens}
 
     def _of_tools(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """transformers 5.17 reads tool calls without looking at the tools."""
+        """Return the `tools` argument if `function` has one; transformers 5.17's parsers do not."""
         return {"tools": self._tools} if "tools" in inspect.signature(function).parameters else {}
 
 
 class ChatChunks:
-    """The choices of a chat's chunks, with the number of each tool call."""
+    """Builds the choices of chat chunks, and counts each choice's tool calls."""
 
     def __init__(self, request_id: str) -> None:
         self._id = request_id
@@ -262,7 +262,7 @@ class ChatChunks:
 
 
 class TextChunks:
-    """The choices of the text endpoint's chunks, with the places of tokens in the text so far."""
+    """Builds the choices of text chunks, and tracks each token's offset in the text so far."""
 
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix
@@ -303,7 +303,7 @@ def _chat_token(text: str, logprob: float) -> dict[str, Any]:
 
 
 def _text_logprobs(tokens: list[ScoredToken], start: int) -> dict[str, Any]:
-    """`start`: where in the text the first token begins."""
+    """Return log-probabilities in the format of the completions endpoint; `start` is the first token's text offset."""
     offsets = [start]
     for token in tokens[:-1]:
         offsets.append(offsets[-1] + len(token.text))
@@ -313,7 +313,7 @@ def _text_logprobs(tokens: list[ScoredToken], start: int) -> dict[str, Any]:
 
 
 def _by_text(token: ScoredToken) -> dict[str, float]:
-    """The likeliest tokens and the one that was drawn; of tokens with one text the likelier."""
+    """Map the texts of the likeliest tokens and the sampled one to log-probabilities; the likelier of equal texts."""
     found: dict[str, float] = {}
     for text, logprob in (*token.likeliest, (token.text, token.logprob)):
         found.setdefault(text, logprob)

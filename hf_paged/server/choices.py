@@ -1,4 +1,4 @@
-"""One choice of an answer: the text, reasoning and tool calls that its tokens make, and their log-probabilities."""
+"""Text, reasoning, tool calls and log-probabilities of one choice, made from its tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_paged.server.wishes import Wishes
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token of an answer, as text, and its log-probability; with those of the likeliest tokens in its place."""
+    """Token of an answer as text, with log-probabilities of it and of the likeliest tokens at its position."""
 
     text: str
     logprob: float
@@ -23,7 +23,7 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class Piece:
-    """What came of a choice: texts, and what transformers' parser makes of them; `tokens` where they are asked for."""
+    """Part of a choice: `items` are texts or what transformers' parser returns; `tokens` if the body has logprobs."""
 
     index: int
     items: list[Any] = field(default_factory=list)
@@ -34,18 +34,18 @@ class Piece:
 
 
 class ChoiceStream:
-    """Makes pieces of the outputs of one request.
+    """Converts the outputs of one request into pieces of its choice.
 
     Args:
-        index: of the choice in its answer.
-        tokenizer: decodes the tokens.
-        wishes: of the body.
-        most: new tokens that the request may make; None: not known.
-        parser: transformers' parser of a chat's answer, or None.
+        index: Index of the choice in its answer.
+        tokenizer: Decodes the tokens.
+        wishes: The parsed body.
+        most: Maximum number of new tokens; None if unknown.
+        parser: transformers' parser of a chat answer, or None.
 
     Attributes:
-        num_tokens: made so far.
-        is_over: the last piece was made.
+        num_tokens: Number of tokens received so far.
+        is_over: True after the last piece.
     """
 
     def __init__(self, index: int, tokenizer: Any, wishes: Wishes, most: int | None, parser: Any = None) -> None:
@@ -61,11 +61,11 @@ class ChoiceStream:
         self.is_over = False
 
     def begin(self) -> list[Any]:
-        """What the prompt begins of the answer."""
+        """Return the items that the prompt already opens, such as a reasoning block."""
         return [] if self._parser is None else self._items(self._parser.initial_events)
 
     def push(self, output: GenerationOutput) -> Piece:
-        """What this output of the request brings, which has all tokens so far."""
+        """Return the new part of the choice; `output` holds all tokens so far."""
         if output.error is not None:
             self.is_over = True
             return Piece(self._index, error=str(output.error))
@@ -98,7 +98,7 @@ class ChoiceStream:
             return []
         try:
             return self._items(self._parser.finalize()[1])
-        except (ValueError, RuntimeError):  # it ended inside of a tool call, of which nothing is sent
+        except (ValueError, RuntimeError):  # the answer ended within a tool call, which cannot be parsed
             return []
 
     def _items(self, events: list[Any]) -> list[Any]:
@@ -110,7 +110,7 @@ class ChoiceStream:
 
 
 def finish_reason(output: GenerationOutput, is_met: bool, most: int | None) -> str:
-    """"stop" or "length". `model.generate` does not say how it ended: there the number of tokens does."""
+    """Return "stop" or "length"; an output of `model.generate` has no reason, so its token count decides."""
     reason = getattr(output, "finish_reason", None)
     if is_met or reason in ("eos", "stop"):
         return "stop"
@@ -119,7 +119,7 @@ def finish_reason(output: GenerationOutput, is_met: bool, most: int | None) -> s
 
 
 def scored_tokens(tokenizer: Any, output: GenerationOutput, first: int, num_top: int) -> list[ScoredToken]:
-    """Each token of an output from the ``first`` on by itself, with ``num_top`` of the likeliest in its place."""
+    """Decode each token from index ``first`` on, with the ``num_top`` likeliest tokens at its position."""
     tokens, scores = output.generated_tokens[first:], output.logprobs[first:]
     tops = getattr(output, "top_logprobs", [])[first:] if num_top else [{}] * len(tokens)
     return [
@@ -130,5 +130,5 @@ def scored_tokens(tokenizer: Any, output: GenerationOutput, first: int, num_top:
 
 
 def whole_text(tokenizer: Any, tokens: list[int], wishes: Wishes, *, skip_special_tokens: bool) -> tuple[str, bool]:
-    """The text of an answer without the stop text that ended it, and whether one did."""
+    """Return the text of an answer up to the stop string that ended it, and whether there was one."""
     return cut(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens), wishes.stop, wishes.keeps_stop)

@@ -1,5 +1,4 @@
-"""The end of a server by a signal: answers under way end with a reason, then the process ends; by a second one at once.
-"""
+"""Shutdown of the server: the first signal ends running answers with a reason, a second one exits at once."""
 
 from __future__ import annotations
 
@@ -12,20 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-SECONDS = 4.0  # from the signal to the end of the process, at most
+SECONDS = 4.0  # maximum time from the signal to the end of the process
 REASON = "the server was told to stop while this answer was being made"
 
 
 class OpenAnswers:
-    """Events of the answers under way, which are set when the server is told to stop."""
+    """Registry of running answers, each with an event that is set when the server receives a signal to stop."""
 
     def __init__(self) -> None:
         self._open: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
-        self.is_over = False  # was the server told to stop?
+        self.is_over = False  # True after the signal to stop
 
     @contextmanager
     def one(self) -> Iterator[asyncio.Event]:
-        """An answer is made in here; on its event loop."""
+        """Register one answer for the duration of the context; call on the answer's event loop."""
         event = asyncio.Event()
         self._open[event] = asyncio.get_running_loop()
         if self.is_over:
@@ -36,15 +35,15 @@ class OpenAnswers:
             del self._open[event]
 
     def end(self) -> None:
-        """Set the events of all answers, also of those to come. From any thread, and from a signal's handler."""
+        """Set the events of all current and later answers; safe in any thread and in a signal handler."""
         self.is_over = True
         for event, loop in list(self._open.items()):
-            with suppress(RuntimeError):  # its loop is closed
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(event.set)
 
 
 def ending_server(stock: Any, answers: OpenAnswers) -> Any:
-    """A class like uvicorn's ``Server``, which ends as this module says, and leaves the signal at that."""
+    """Return a subclass of uvicorn's ``Server`` that shuts down as this module describes."""
 
     class EndingServer(stock):
         should_exit: bool
@@ -52,7 +51,7 @@ def ending_server(stock: Any, answers: OpenAnswers) -> Any:
         def run(self, *args: Any, **kwargs: Any) -> None:
             super().run(*args, **kwargs)
             if answers.is_over:
-                # Python takes seconds to tear torch and transformers down, and no thread could end that.
+                # Tearing torch and transformers down takes seconds, in which the watchdog thread cannot run.
                 atexit._run_exitfuncs()
                 _leave(0)
 
@@ -61,7 +60,7 @@ def ending_server(stock: Any, answers: OpenAnswers) -> Any:
                 _leave(128 + sig)
             self.should_exit = True
             answers.end()
-            # Whatever else still runs then: a step of a large model, a thread that does not end.
+            # Ends the process although a step of a large model or a thread is still running.
             watchdog = threading.Timer(SECONDS, _leave, (0,))
             watchdog.daemon = True
             watchdog.start()

@@ -1,4 +1,4 @@
-"""Whose fault an exception in the server is: the request's, which is told why (400), or the server's (500)."""
+"""Attribution of an exception in the server: to the request (status 400, with a reason) or to the server (500)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hf_paged.errors import FallbackError, UnsupportedOptionError
 from hf_paged.options import arguments, logits_options
 from hf_paged.options import settings as settings_module
 
-MAX_LENGTH = 1000  # characters of a reason
+MAX_LENGTH = 1000  # characters of an error message
 
-# What each step of reading a body expects, by the name of the function of transformers that does it.
+# What each function of transformers that reads a part of the body expects, by the function's name.
 READING = {
     "_resolve_model": "model: expected the id of a model that can be loaded",
     "_normalize_input": "input: expected a string, or a list of messages and items of the Responses API",
@@ -31,10 +31,10 @@ READING = {
     "_check_fields": "fields of the body: expected the types of the OpenAI API",
     "handle_request": "body: expected the fields of the OpenAI API",
 }
-# Fields of a body out of which transformers makes a request's GenerationConfig.
+# Body fields from which transformers builds a request's GenerationConfig.
 _SETTINGS = ("generation_config", "temperature", "top_p", "seed", "max_tokens", "max_completion_tokens",
              "max_output_tokens", "frequency_penalty", "logit_bias", "stop")
-_NOT_READING = ("_streaming", "_non_streaming", "init_cb")  # called by handle_request when the body has been read
+_NOT_READING = ("_streaming", "_non_streaming", "init_cb")  # handle_request calls them after it has read the body
 _OUT_OF_LUCK = (MemoryError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError)
 _WRONG_VALUE = (ValueError, TypeError, KeyError, AttributeError, LookupError, ArithmeticError, NotImplementedError,
                 RecursionError)
@@ -42,7 +42,7 @@ _WRONG_VALUE = (ValueError, TypeError, KeyError, AttributeError, LookupError, Ar
 _OURS = Path(__file__).parents[1]
 _TRANSFORMERS = Path(transformers.__file__).parent
 _STOCK_GENERATION = _TRANSFORMERS / "generation"
-# Code that does nothing but read a request's settings, or carry out what one of them asks for.
+# Files that only read a request's settings, or only apply one of them.
 _OF_SETTINGS = {
     *(_STOCK_GENERATION / f"{name}.py" for name in
       ("configuration_utils", "logits_process", "stopping_criteria", "watermarking")),
@@ -52,16 +52,16 @@ _DECODING = ("_sample", "_beam_search", "_assisted_decoding", "_prefill")
 
 
 def settings_of(body: dict[str, Any]) -> str:
-    """The generation settings of a request, as its reasons name them."""
+    """Format the generation settings of a request for an error message."""
     settings = ", ".join(f"{name}={body[name]!s:.200}" for name in _SETTINGS if body.get(name) is not None)
     return f"generation settings {settings}" if settings else "generation settings"
 
 
 def reading_error(error: Exception, settings: str) -> str | None:
-    """The reason for the client, where `error` came out of a handler that was reading a request's body.
+    """Return the client's error message if `error` was raised while a handler read the body, else None.
 
     Args:
-        settings: of this body (`settings_of`).
+        settings: Settings of the body, from `settings_of`.
     """
     names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     stages = [name for name in names if name in READING]
@@ -78,13 +78,13 @@ def reading_error(error: Exception, settings: str) -> str | None:
 
 def settings_error(error: Exception, settings: str, expected: Callable[[], str],
                    draws_without: Callable[[], bool]) -> str | None:
-    """The reason for the client, where `error` was raised by `model.generate` for the settings of the call.
+    """Return the client's error message if the call's settings made `model.generate` raise `error`, else None.
 
     Args:
-        settings: of the request's body (`settings_of`).
-        expected: what of them is not accepted, and what is.
-        draws_without: can the model draw a token after this prompt where no settings stand in its way? Asked where
-            decoding broke on numbers, which these settings or the model may have made.
+        settings: Settings of the body, from `settings_of`.
+        expected: Returns what is not accepted, and what is.
+        draws_without: Returns whether the model can sample a token after this prompt with neutral settings. Called if
+            decoding failed on values that either the settings or the model may have made.
     """
     if isinstance(error, _OUT_OF_LUCK):
         return None
@@ -105,7 +105,7 @@ def settings_error(error: Exception, settings: str, expected: Callable[[], str],
 
 
 def error_body(reason: str, status: int) -> dict[str, Any]:
-    """An error as the OpenAI API words it; ``detail`` is where FastAPI's own bodies have the reason."""
+    """Return an error in OpenAI's format; ``detail`` holds the reason where FastAPI's own bodies have it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     reason = _printable(reason)
     return {"error": {"message": reason, "type": kind, "param": None, "code": None}, "detail": reason}
@@ -117,6 +117,6 @@ def _reason(expected: str, error: Exception) -> str:
 
 
 def _printable(text: str) -> str:
-    """One line that can be sent: a lone surrogate, which a JSON body may hold, is no UTF-8, and transformers' streams
-    put an error between double quotes as it is."""
+    """Return the text as one line of UTF-8 without double quotes: a JSON body may hold a lone surrogate, which UTF-8
+    cannot encode, and transformers' streams put an error between double quotes without escaping it."""
     return " ".join(text.replace('"', "'").split())[:MAX_LENGTH].encode("utf-8", "backslashreplace").decode()

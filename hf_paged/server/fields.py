@@ -1,7 +1,7 @@
-"""Which fields of a body the server carries out, and which values of the others ask for nothing.
+"""Table of the request-body fields that the server carries out, and the values of other fields that it accepts.
 
-Every other value is refused with the field, the value and what is accepted, so that nothing is dropped. The table
-stands in docs/server.md, too.
+Every other value raises an error with the field, the value and what is accepted, so that no field is ignored
+silently. docs/server.md shows the same table.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ ALL = (CHAT, TEXT, RESPONSES)
 
 
 class Passed(NamedTuple):
-    """A field that transformers' own handler reads: what is accepted, and what raises ValueError or TypeError for the
-    rest."""
+    """Body field that transformers' own handler reads: what is accepted, and a check that raises ValueError or
+    TypeError for any other value."""
 
     endpoints: tuple[str, ...]
     expected: str
@@ -43,7 +43,7 @@ class Passed(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A field that is not carried out: the values that ask for nothing, and what is said of the others."""
+    """Body field that the server does not carry out: the values without effect, and the error text for all others."""
 
     endpoints: tuple[str, ...]
     passes: tuple[Any, ...]
@@ -87,7 +87,7 @@ REFUSED: dict[str, Refused] = {
 
 
 class Read(NamedTuple):
-    """A field that is carried out: what is accepted, and what a value changes (ValueError or TypeError: refused)."""
+    """Body field that the server carries out: what is accepted, and a reader that raises ValueError or TypeError."""
 
     endpoints: tuple[str, ...]
     expected: str
@@ -126,7 +126,7 @@ def _object(value: Any) -> dict[Any, Any]:
     return value
 
 
-_FLOAT32 = (2.0**-149, (2 - 2**-23) * 2.0**127)  # least above 0, and most
+_FLOAT32 = (2.0**-149, (2 - 2**-23) * 2.0**127)  # smallest positive and largest finite value
 
 
 def _keywords(value: Any) -> None:
@@ -157,7 +157,7 @@ _TEXT = "expected a string"
 _MESSAGES = "expected a list of objects, each with a role and a content (text, or a list of parts with their type)"
 _ITEMS = "expected a string, or a list of messages and items of the Responses API"
 _CONFIG = "expected a string that holds a JSON object of GenerationConfig fields"
-# What transformers' handler, or another field, says of every chat.
+# Chat-template keywords that transformers' handler, or another body field, already sets.
 _NOT_KEYWORDS = frozenset({*OURS, "add_generation_prompt", "conversation", "load_audio_from_video", "tools"})
 _KEYWORDS = ("expected an object of names that the model's chat template refers to, without "
              f"{', '.join(sorted(_NOT_KEYWORDS))}")
@@ -295,7 +295,7 @@ def _label(value: Any, wishes: Wishes) -> None:
     _text(value)
 
 
-_MOST_TOP = 20  # as of OpenAI's chat endpoint
+_MOST_TOP = 20  # the limit of OpenAI's chat endpoint
 _UP_TO_20 = "expected an integer in [0, 20]: how many of the likeliest tokens are told in the place of each"
 _PENALTY = "expected a number in [-2, 2]"
 _ONE_OR_MORE = "expected an integer of at least 1"
@@ -351,33 +351,33 @@ OWN_READ: dict[tuple[str, str], Read] = {
 
 
 def passed(endpoint: str) -> dict[str, Passed]:
-    """The fields of an endpoint that transformers' handler reads."""
+    """Return the fields of an endpoint that transformers' handler reads."""
     return {name: field for name, field in PASSED.items() if endpoint in field.endpoints}
 
 
 def readable(endpoint: str) -> dict[str, Read]:
-    """The fields that are carried out at an endpoint, besides `passed`."""
+    """Return the fields that the server carries out at an endpoint, besides `passed`."""
     found = {name: field for name, field in READ.items() if endpoint in field.endpoints}
     return found | {name: field for (where, name), field in OWN_READ.items() if where == endpoint}
 
 
 _PASSED = {endpoint: passed(endpoint) for endpoint in ALL}
 _READABLE = {endpoint: readable(endpoint) for endpoint in ALL}
-_NULL_IS_FALSE = ("stream",)  # left out, the Responses API of transformers streams
+_NULL_IS_FALSE = ("stream",)  # transformers' Responses API streams when the field is absent
 
 
 def read_body(endpoint: str, body: dict[str, Any]) -> Wishes:
-    """What a body asks for.
+    """Parse and check a request body.
 
     Raises:
-        RefusedRequestError: a field that this endpoint does not have, or a value that is not carried out.
+        RefusedRequestError: If the endpoint does not have a field, or does not carry out its value.
     """
     wishes, fields = Wishes(has_one_choice=endpoint == RESPONSES), _READABLE[endpoint]
     for name, value in body.items():
         if value is None and name in _NULL_IS_FALSE:
             wishes.body[name] = False
         elif value is None and (name in _PASSED[endpoint] or name in fields or name in REFUSED):
-            continue  # as if it were left out
+            continue  # null means the same as an absent field
         elif name in _PASSED[endpoint]:
             with _refused(name, value, _PASSED[endpoint][name].expected):
                 _PASSED[endpoint][name].check(value)

@@ -1,4 +1,4 @@
-"""The form that an answer has to have: fields of a body that ask for one, and tool calls as the model writes them."""
+"""Structured output of an answer: the body fields that request it, and tool calls in the model's own syntax."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hf_paged.options.structured import STRUCTURAL_TAG, FormError, Structured, r
 from hf_paged.server.calls import RefusedRequestError
 from hf_paged.server.wishes import Wishes
 
-_SPECIAL = frozenset("\\.^$*+?{}[]|()")  # of a regular expression
+_SPECIAL = frozenset("\\.^$*+?{}[]|()")  # metacharacters of a regular expression
 _OF_SCHEMA = frozenset({"name", "schema", "strict", "description"})
-# No line breaks and indents where a client cannot ask for them: some models go on with them for ever.
+# Without free white space where a client cannot request it: some models would generate white space endlessly.
 _COMPACT = {"any_whitespace": False}
 _ANY_OBJECT = {"json_schema": {"type": "object"}, **_COMPACT}
-# vLLM's names of forms.
+# vLLM's names of the kinds of structured output.
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 EXPECTED_FORMAT = ("expected an object of type 'text', 'json_object' or 'json_schema', the last with a json_schema "
@@ -44,7 +44,7 @@ def _ask(name: str, structured: Any, wishes: Wishes) -> None:
 
 
 def read_format(value: Any, wishes: Wishes) -> None:
-    """`response_format` of the chat endpoint."""
+    """Read `response_format` of the chat endpoint."""
     kind = _kind_of(value, {"type", "json_schema"})
     if kind == "json_schema":
         _ask("response_format", _of_schema(value.get("json_schema")), wishes)
@@ -55,7 +55,7 @@ def read_format(value: Any, wishes: Wishes) -> None:
 
 
 def read_text(value: Any, wishes: Wishes) -> None:
-    """`text` of the Responses API."""
+    """Read `text` of the Responses API."""
     if not isinstance(value, dict):
         raise TypeError
     if not {*value} <= {"format"}:
@@ -72,7 +72,7 @@ def read_text(value: Any, wishes: Wishes) -> None:
 
 
 def read_outputs(value: Any, wishes: Wishes) -> None:
-    """vLLM's `structured_outputs`."""
+    """Read vLLM's `structured_outputs`."""
     given = {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else {}
     spaces = {"any_whitespace": given.pop("disable_any_whitespace", False) is False}
     if len(given) != 1:
@@ -87,7 +87,7 @@ def read_outputs(value: Any, wishes: Wishes) -> None:
 
 
 def guided(kind: str) -> Callable[[Any, Wishes], None]:
-    """Reads vLLM's older field for one kind of form."""
+    """Return a reader of vLLM's older `guided_{kind}` field."""
 
     def read(value: Any, wishes: Wishes) -> None:
         _ask(f"guided_{kind}", {_KINDS[kind]: value}, wishes)
@@ -96,7 +96,7 @@ def guided(kind: str) -> Callable[[Any, Wishes], None]:
 
 
 def read_tool_choice(value: Any, wishes: Wishes) -> None:
-    """Which tools an answer may or has to call."""
+    """Read which tools an answer may call or must call."""
     if isinstance(value, dict):
         function = value.get("function", value)
         name = function.get("name") if isinstance(function, dict) else None
@@ -111,7 +111,7 @@ def read_tool_choice(value: Any, wishes: Wishes) -> None:
 
 
 def check_forms(body: dict[str, Any], wishes: Wishes) -> None:
-    """RefusedRequestError for wishes about the form of one answer that do not go together."""
+    """Raise RefusedRequestError if the structured-output and tool fields of a body contradict each other."""
 
     def refuse(name: str, expected: str) -> None:
         raise RefusedRequestError(f"{name}={body[name]!r:.200}: expected {expected}")
@@ -130,13 +130,13 @@ def check_forms(body: dict[str, Any], wishes: Wishes) -> None:
 
 
 def ask_for_calls(wishes: Wishes, template: dict[str, Any] | None) -> None:
-    """Have the answer be calls of the tools that it has to call, if any.
+    """Constrain the answer to calls of the tools in `tool_choice`, if the request requires a call.
 
     Args:
-        template: transformers' response template of the model.
+        template: transformers' response template of the model, or None.
 
     Raises:
-        RefusedRequestError: a model whose calls are no JSON between two texts.
+        RefusedRequestError: If the model does not write its calls as JSON between two fixed texts.
     """
     if wishes.must_call is None:
         return
@@ -163,16 +163,16 @@ def ask_for_calls(wishes: Wishes, template: dict[str, Any] | None) -> None:
 
 
 async def compiled_form(wishes: Wishes, model: Any, tokenizer: Any) -> Form:
-    """The wished form with its grammar, which is compiled while other requests run.
+    """Compile the grammar of the request's structured output while other requests run.
 
     Raises:
-        RefusedRequestError: no grammar can be made of it.
+        RefusedRequestError: If no grammar can be compiled from the request.
     """
     structured = wishes.structured
     if structured is None:
         return NO_FORM
     try:
-        # In a thread: a first form has the vocabulary read, which takes a while.
+        # In a thread: the first grammar reads the whole vocabulary, which would block the event loop.
         grammar = await asyncio.to_thread(_begin, structured, model, tokenizer)
         return Form(structured, await asyncio.wrap_future(grammar))
     except (ValueError, TypeError, ImportError) as error:
@@ -205,6 +205,6 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _literal(pattern: Any) -> str | None:
-    """The text that a pattern means but for white space in front of it; None where it means more than one."""
+    """Return the literal text of a pattern without leading white space; None if it matches more than one text."""
     text = pattern.removeprefix(r"\s*") if isinstance(pattern, str) else ""
     return text if text and not _SPECIAL & {*text} else None

@@ -1,4 +1,4 @@
-"""The HTTP side of the server: requests that end with their client, cache salts from headers, errors with a reason."""
+"""HTTP layer of the server: cancellation when the client disconnects, cache salts from headers, error bodies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hf_paged.server.metrics import ServedMetrics
 
 
 def furnish(app: Any, answers: OpenAnswers) -> None:
-    """Give transformers' FastAPI app, before its first request, our middleware and our way to report errors.
+    """Add middleware, `/metrics` and error handlers to transformers' FastAPI app; call before its first request.
 
     Args:
-        answers: those under way, which end with the server.
+        answers: Registry of running answers, which end when the server stops.
     """
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
@@ -29,7 +29,7 @@ def furnish(app: Any, answers: OpenAnswers) -> None:
         return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code, error.headers)
 
     async def unreadable(request: Any, error: RequestValidationError) -> JSONResponse:
-        # Not with the input, which FastAPI would repeat: it may hold what JSON cannot, as NaN.
+        # Without the input, which FastAPI would include: it may hold NaN, which JSON cannot.
         found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         return JSONResponse(error_body(f"{found} (expected a JSON object)", 422), 422)
 
@@ -41,7 +41,7 @@ def furnish(app: Any, answers: OpenAnswers) -> None:
 
 
 def cache_salt_of(headers: Headers) -> str | None:
-    """The salt of a request: of its ``X-Cache-Salt``, else of its API key, else None. A digest, never the key."""
+    """Return a digest of ``X-Cache-Salt``, else of the API key, else None; the key itself is never kept."""
     if own := headers.get("x-cache-salt"):
         return _digest("header", own)
     scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -53,10 +53,10 @@ def _digest(kind: str, value: str) -> str:
 
 
 class EndsWithItsClient:
-    """ASGI middleware: a POST is cancelled when its client leaves, and whatever it started in the engine ends with it.
+    """ASGI middleware that cancels a POST and its work in the engine when the client disconnects.
 
-    A streamed answer does not start before its first token, so that a request that cannot be carried out still gets a
-    status and a reason of its own. Where the server is told to stop, an answer under way ends with that reason.
+    A streamed answer does not start before its first token, so that a request that cannot be carried out still gets its
+    own status and reason. When the server stops, a running answer ends with that reason.
     """
 
     def __init__(self, app: Any, metrics: ServedMetrics, answers: OpenAnswers) -> None:
@@ -83,7 +83,7 @@ class EndsWithItsClient:
             await asyncio.wait((app, *watches), return_when=asyncio.FIRST_COMPLETED)
             is_cut = ends.is_set() and not answer.is_complete and not watches[0].done()
             if not app.done() and answer.is_complete and not answer.refused.is_set():
-                await asyncio.wait((app,))  # what it does after its answer is not the client's business
+                await asyncio.wait((app,))  # the app finishes its own clean-up after a complete answer
             if not app.done():
                 app.cancel()
                 await asyncio.wait((app,))
@@ -100,14 +100,14 @@ class EndsWithItsClient:
 
 
 class _Client:
-    """What comes from the client, read ahead so that its leaving is noticed whatever the app is waiting for."""
+    """Receiver of the client's messages that reads ahead, so that a disconnect is seen while the app is busy."""
 
     def __init__(self, receive: Any) -> None:
         self._receive = receive
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
 
     async def left(self) -> None:
-        """Returns when the connection is gone."""
+        """Return when the client has disconnected."""
         while True:
             message = await self._receive()
             self._messages.put_nowait(message)
@@ -119,14 +119,14 @@ class _Client:
 
 
 class _Answer:
-    """What goes to the client; of a streamed answer nothing before it is known that the request can be carried out."""
+    """Sender of the answer that withholds a stream until the engine has accepted the request."""
 
     def __init__(self, call: ServedCall, send: Any) -> None:
         self._call = call
         self._send = send
         self.is_complete = False
         self.refused = asyncio.Event()
-        self._begun: list[tuple[bytes, bytes]] | None = None  # the headers that were sent
+        self._begun: list[tuple[bytes, bytes]] | None = None  # headers that were sent
 
     async def send(self, message: Any) -> None:
         starts = message["type"] == "http.response.start" and self._call.streams
@@ -139,7 +139,7 @@ class _Answer:
             self.is_complete = True
 
     async def cut(self) -> None:
-        """End it, since the server ends; the app is cancelled."""
+        """End the answer because the server stops; the app's task is already cancelled."""
         body = error_body(REASON, 503)
         if self._begun is None:
             whole = JSONResponse(body, 503)
@@ -150,7 +150,7 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": f"data: {json.dumps(body)}\n\n".encode()})
 
     async def _refuse(self, reason: str, headers: list[tuple[bytes, bytes]]) -> None:
-        """Answer in the app's place, which is cancelled then."""
+        """Send the refusal in place of the app's answer; the middleware then cancels the app."""
         body = JSONResponse(error_body(reason, 400), 400)
         own = [pair for pair in headers if pair[0].lower() not in (b"content-type", b"content-length")]
         await self._send({"type": "http.response.start", "status": 400, "headers": [*own, *body.raw_headers]})

@@ -1,4 +1,4 @@
-"""`/metrics` of the server: those of every engine in its process."""
+"""`/metrics` endpoint of the server, with the metrics of every engine in the process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ServedMetrics:
-    """The registry of one app. Without prometheus_client nothing is watched, and `/metrics` says what to install."""
+    """Prometheus registry of one app; without prometheus_client `/metrics` answers with what to install."""
 
     def __init__(self) -> None:
         self._registry: Any = None
@@ -24,16 +24,16 @@ class ServedMetrics:
             self._registry = CollectorRegistry()
 
     def watch(self) -> None:
-        """Watch the engines that there are by now."""
+        """Register all current engines."""
         if self._registry is not None:
-            with suppress(RuntimeError):  # a model was enabled meanwhile: it is there the next time
+            with suppress(RuntimeError):  # a model was enabled during the copy; the next call registers it
                 for engine in list(ENGINES.values()):
                     metrics_of(engine, self._registry)
 
     def answer(self, _: Any) -> Any:
-        """`GET /metrics`, in Prometheus's text format; waits for the steps under way.
+        """Answer `GET /metrics` in Prometheus's text format; waits for running steps.
 
-        Never in OpenMetrics: prometheus_client (0.26) writes `hf_paged_` for `hf_paged:` there, in samples alone.
+        OpenMetrics is not offered: prometheus_client (0.26) writes `hf_paged_` for `hf_paged:` there, in samples only.
         """
         from starlette.responses import JSONResponse, Response
 

@@ -1,8 +1,8 @@
-"""`transformers serve` over the engine, where every request keeps its own settings, its own end and its own errors.
+"""`transformers serve` over the engine, with settings, cancellation and errors per request.
 
-transformers' manager of continuous batching is made with the first request's settings, and later requests bring but a
-length and EOS ids. Here it starts from the model's settings, and each request brings what its body asked for
-(`fields.py`). One that the engine does not carry out (beams), or does not take (a prompt that is too long), runs by
+transformers' manager of continuous batching takes its settings from the first request; later requests change only
+length and EOS ids. Here the manager starts with the model's settings, and each request has the settings of its body
+(`fields.py`). A request that the engine does not support (beams) or accept (a prompt that is too long) runs by
 `model.generate`.
 """
 
@@ -36,15 +36,16 @@ from hf_paged.server.forms import compiled_form
 from hf_paged.server.requests import ServedRequests
 from hf_paged.server.templates import check_for_model, check_length, check_parts
 
-_replaced: list[tuple[Any, str, Any]] = []  # owner, name and what stood there
+_replaced: list[tuple[Any, str, Any]] = []  # (owner, name, original attribute)
 
 
 def install_serving(adapters: dict[str, str] | None = None) -> None:
-    """Replace what of transformers' server makes, runs and answers requests; once is enough. Needs
-    `transformers[serving]`.
+    """Replace the parts of transformers' server that create, run and answer requests; later calls have no effect.
+
+    Requires `transformers[serving]`.
 
     Args:
-        adapters: LoRA adapters that are loaded with the model that the server is pinned to: paths by name.
+        adapters: Paths by name of LoRA adapters to load with the model that the server is pinned to.
     """
     if _replaced:
         return
@@ -63,13 +64,13 @@ def install_serving(adapters: dict[str, str] | None = None) -> None:
     _replace(ModelManager, "_validate_args", functools.partial(checking_pin, adapters or {}))
     _replace(ModelManager, "_validate_args", _checking_place)
     _replace(ModelManager, "_load_model", functools.partial(loading, adapters or {}))
-    lists = "list_models" if hasattr(ModelManager, "list_models") else "get_gen_models"  # which 5.23 has
-    of_class = vars(ModelManager)[lists]  # maybe a static method, and ours asks the manager
+    lists = "list_models" if hasattr(ModelManager, "list_models") else "get_gen_models"  # the name in 5.23
+    of_class = vars(ModelManager)[lists]  # may be a static method; the replacement needs the manager
     _replaced.append((ModelManager, lists, of_class))
     setattr(ModelManager, lists, functools.wraps(getattr(of_class, "__func__", of_class))(listing(of_class)))
     for handler, endpoint in ((ChatCompletionHandler, CHAT), (CompletionHandler, TEXT), (ResponseHandler, RESPONSES)):
         _replace(handler, "handle_request", functools.partial(_answering, endpoint))
-        _replace(handler, "_validate_request", lambda stock: lambda self, body: None)  # `read_body` has read it
+        _replace(handler, "_validate_request", lambda stock: lambda self, body: None)  # `read_body` has checked it
         _replace(handler, "_build_generation_config", _configuring)
         _replace(handler, "_resolve_model", resolving)
     for handler, whole, stream in ((ChatCompletionHandler, _whole_chat, _chat_stream),
@@ -95,7 +96,7 @@ def _replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Non
 
 
 def _checking_place(stock: Callable) -> Callable:
-    """Of `ModelManager._validate_args`: a folder that is missing ends the command with one line."""
+    """Wrap `ModelManager._validate_args`: a missing model folder ends the command with a one-line error."""
 
     def _validate_args(self: Any) -> None:
         stock(self)
@@ -130,7 +131,7 @@ def _answering(endpoint: str, stock: Callable) -> Callable:
             call.wishes = read_body(endpoint, body)
             _check_fields(body)
             answer = await stock(self, call.wishes.for_transformers(), *args, **kwargs)
-            return await answer if inspect.isawaitable(answer) else answer  # a stream that `_checking` prepares
+            return await answer if inspect.isawaitable(answer) else answer  # a stream is wrapped by `_checking`
         except HTTPException:
             raise
         except RefusedRequestError as error:
@@ -146,7 +147,7 @@ def _answering(endpoint: str, stock: Callable) -> Callable:
 
 
 def _check_fields(body: dict) -> None:
-    """A field that transformers looks at only when the answer has been generated."""
+    """Check `suffix`, whose type transformers checks only after generation."""
     from pydantic import TypeAdapter
 
     TypeAdapter(str | None).validate_python(body.get("suffix"))
@@ -214,7 +215,7 @@ def _text_stream(answer: Answer, given: dict[str, Any]) -> Any:
 
 
 def _answer(given: dict[str, Any]) -> Answer:
-    """Of the arguments of transformers' methods that make answers."""
+    """Make an `Answer` from the arguments of transformers' `_non_streaming` and `_streaming`."""
     manager, model, processor = given["gen_manager"], given["model"], given["processor"]
     wishes = ServedCall.current().wishes
     manager._check_alive(given["request_id"]) if hasattr(manager, "_check_alive") else None
@@ -228,7 +229,7 @@ def _answer(given: dict[str, Any]) -> Answer:
 
 
 def _checking(stock: Callable) -> Callable:
-    """Of the methods that make an answer: first what is known only now, without holding other requests up."""
+    """Wrap `_non_streaming` and `_streaming`: first run the checks that need the model, without blocking others."""
     arguments = inspect.signature(stock)
 
     async def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +281,7 @@ def _answering_in_a_batch(stock: Callable) -> Callable:
         try:
             return await stock(_with(self, requests), model, processor, inputs, gen_config, _unique(request_id), *args,
                                **kwargs)
-        except RuntimeError as error:  # what stock makes of a failed output
+        except RuntimeError as error:  # stock raises it for a failed output
             if requests.call.refusal is None:
                 raise
             raise RefusedRequestError(requests.call.refusal) from error
@@ -302,7 +303,7 @@ def _answering_alone(stock: Callable) -> Callable:
     async def generate_non_streaming(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         running = asyncio.ensure_future(stock(self, GeneratesFor(model, ServedCall.current()), *args, **kwargs))
         running.add_done_callback(lambda done: done.cancelled() or done.exception())
-        # The thread sets a result that must find its future as it was, also when the client has left.
+        # Shielded: the thread sets the result, which would raise on a future cancelled by a disconnect.
         return await asyncio.shield(running)
 
     return generate_non_streaming
@@ -310,11 +311,11 @@ def _answering_alone(stock: Callable) -> Callable:
 
 def _requests(manager: Any, model: Any, processor: Any, config: GenerationConfig, inputs: Any = None,
               index: int = 0) -> ServedRequests:
-    """The request of one choice.
+    """Make the request of one choice.
 
     Args:
-        manager: of the server, for a batch or for `model.generate`.
-        inputs: as in `ServedRequests`; a batch does not look at them.
+        manager: The server's manager, for continuous batching or for `model.generate`.
+        inputs: As in `ServedRequests`; continuous batching ignores them.
     """
     from transformers.cli.serving.utils import GenerateManager, InferenceThread
 
@@ -326,17 +327,17 @@ def _requests(manager: Any, model: Any, processor: Any, config: GenerationConfig
     settings, told = None, tokens_only(config)
     tokenizer = getattr(processor, "tokenizer", processor)
     if _is_native(model, told, manager._cb.continuous_batching_config, tokenizer):
-        with suppress(ValueError, TypeError):  # `model.generate` raises its own error for them
-            # One sequence, whatever the settings say: every choice is a request.
+        with suppress(ValueError, TypeError):  # `model.generate` raises its own error for invalid settings
+            # One sequence per request: each choice is a request of its own.
             settings = batching_config(model, told, {"num_return_sequences": None})
     return ServedRequests(manager._cb, manager._hf_paged_thread, model, processor, config, settings, index=index)
 
 
 def _is_stocks(manager: Any) -> bool:
-    """Does transformers' own continuous batching serve the model, which hf_paged does not take?
+    """Return whether transformers' own continuous batching serves the model, which hf_paged does not support.
 
     Raises:
-        RefusedRequestError: its one set of settings is not what the request asks for.
+        RefusedRequestError: If the request needs other settings than the manager's.
     """
     from transformers.cli.serving.utils import CBGenerateManager
 
@@ -351,12 +352,12 @@ def _is_stocks(manager: Any) -> bool:
 
 
 def _with(manager: Any, requests: ServedRequests) -> SimpleNamespace:
-    """What stands for a manager of the server while its own code makes one request of `requests`."""
+    """Return a stand-in for the server's manager, through which transformers' code makes one request of `requests`."""
     return SimpleNamespace(_cb=requests, _check_alive=manager._check_alive)
 
 
 def _unique(request_id: str) -> str:
-    """Clients may choose ids of their requests; they must not meet another's."""
+    """Append a random suffix: clients may choose request ids, which must not collide."""
     return f"{request_id}-{uuid.uuid4().hex}"
 
 

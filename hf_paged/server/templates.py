@@ -1,4 +1,4 @@
-"""Wishes that can be checked only where the model and its chat template are known."""
+"""Checks of a request that need the model and its chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_paged.server.calls import RefusedRequestError
 from hf_paged.server.forms import ask_for_calls
 from hf_paged.server.wishes import Wishes
 
-# Keywords of `apply_chat_template` that a body may set, whatever the template refers to.
+# Keywords of `apply_chat_template` that a body may set even if the template does not mention them.
 _SETTABLE: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "chat_template": ("a string", lambda value: isinstance(value, str)),
     "sanitize_control_tokens": ("true or false", lambda value: isinstance(value, bool)),
@@ -23,7 +23,7 @@ _SETTABLE: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_length": ("an integer of at least 1, and truncation as true with it",
                    lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
 }
-# Parts of a message's content that transformers' handler reads, by the kind of model; it leaves out all others.
+# Content parts of a message that transformers' handler reads, by modality; the handler drops all other parts.
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _PARTS = {
     "LLM": _TEXT_PARTS,
@@ -33,9 +33,10 @@ _PARTS = {
 
 
 def check_for_model(wishes: Wishes, processor: Any, model: Any, of_server: Mapping[str, Any] | None = None) -> None:
-    """RefusedRequestError for what this model does not have, or its chat template would change nothing for.
+    """Raise RefusedRequestError for values that the model does not have or that its chat template does not use.
 
-    `of_server`: keywords of every chat, under those of the body.
+    Args:
+        of_server: Template keywords of every chat, which `chat_template_kwargs` of the body overrides.
     """
     _check_tokens(wishes, model.config.get_text_config().vocab_size)
     given = dict(wishes.body.get("chat_template_kwargs") or {})
@@ -56,7 +57,7 @@ def check_for_model(wishes: Wishes, processor: Any, model: Any, of_server: Mappi
 
 
 def check_length(model: Any, inputs: Any) -> None:
-    """RefusedRequestError for a prompt behind which the model has no room for an answer."""
+    """Raise RefusedRequestError if the prompt leaves no room for an answer within `max_model_len`."""
     enable_once(model)
     if not is_enabled(model):
         return
@@ -69,9 +70,10 @@ def check_length(model: Any, inputs: Any) -> None:
 
 
 def check_parts(messages: Any, kind: str) -> None:
-    """RefusedRequestError for a part of a message that a model of this kind does not read.
+    """Raise RefusedRequestError for a content part that models of a modality do not read.
 
-    `kind`: the name of transformers' `Modality`.
+    Args:
+        kind: Name of transformers' `Modality`.
     """
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
@@ -97,7 +99,7 @@ def _check_values(given: dict[Any, Any], settable: set[str]) -> None:
 
 
 def _of_processor(processor: Any) -> set[str]:
-    """What a processor of images, videos or sounds takes for them; nothing of a tokenizer."""
+    """Return the keywords of images, videos and audio that a processor accepts; empty for a tokenizer."""
     if not isinstance(processor, processing_utils.ProcessorMixin):
         return set()
     kinds = (processing_utils.ImagesKwargs, processing_utils.VideosKwargs, processing_utils.AudioKwargs)

@@ -1,4 +1,4 @@
-"""What one body asks for, read and checked, and what it makes of a request's settings."""
+"""Checked fields of one request body, and how they change the request's settings."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ MOST_CHOICES = 128
 
 @dataclass
 class Wishes:
-    """Filled by `read_body`; the defaults ask for nothing.
+    """Parsed request body, filled by `read_body`; a field's default means that the body does not set it.
 
     Attributes:
-        body: the fields that transformers' handler reads.
-        settings: fields of a `GenerationConfig` as they are.
-        temperature: None: not said; 0: greedy.
-        filters: `top_k`, `top_p` and `min_p`, which sampling alone looks at.
-        stop: texts that end an answer and are not part of it, unless `keeps_stop`.
-        n: choices of the answer; None: not said.
-        has_one_choice: the endpoint has no more.
-        logprobs: of the tokens of the answer; `top_logprobs`: and of as many of the likeliest in their places.
+        body: Fields that transformers' handler reads.
+        settings: Fields that go unchanged into a `GenerationConfig`.
+        temperature: None if absent; 0 means greedy.
+        filters: `top_k`, `top_p` and `min_p`, which only sampling uses.
+        stop: Strings that end an answer and are cut off it, unless `keeps_stop`.
+        n: Number of choices of the answer; None if absent.
+        has_one_choice: The endpoint supports a single choice only.
+        logprobs: Return log-probabilities of the answer's tokens; `top_logprobs`: and of as many likeliest tokens.
         penalties: `presence_penalty` and `frequency_penalty` that are not 0.
-        usage_chunk: a stream ends with a chunk of usage alone.
-        must_call: the name of the tool that the answer has to call; empty: any one; None: none has to be called.
-        structured: the form that the answer has to have, which the fields `form_fields` ask for.
+        usage_chunk: A stream ends with a chunk that holds the usage alone.
+        must_call: Name of the tool that the answer must call; "" for any tool, None if no call is required.
+        structured: Structured output of the answer, requested by the body fields in `form_fields`.
     """
 
     body: dict[str, Any] = field(default_factory=dict)
@@ -59,19 +59,19 @@ class Wishes:
 
     @property
     def has_tools(self) -> bool:
-        """May the answer call tools?"""
+        """True if the answer may call tools."""
         return bool(self.tools) and self.may_call_tools
 
     def options(self) -> RequestOptions:
-        """What is asked of the engine besides a `GenerationConfig`."""
+        """Return the engine options that a `GenerationConfig` cannot hold."""
         return RequestOptions(logprobs=self.logprobs, top_logprobs=self.top_logprobs, **self.penalties)
 
     def of_the_batch(self) -> str | None:
-        """The first wish that requests alone get that run in the batch."""
+        """Return the first option that works only for requests in the batch, or None."""
         return next(iter([*(["logprobs"] if self.logprobs else []), *self.penalties]), None)
 
     def for_transformers(self) -> dict[str, Any]:
-        """The body that transformers' handler gets to see."""
+        """Return the body for transformers' handler."""
         body = dict(self.body)
         if self.has_tools:
             body["tools"] = self.tools
@@ -81,7 +81,10 @@ class Wishes:
         return body
 
     def beyond(self, config: GenerationConfig) -> str | None:
-        """The first wish that requests under one `config` for all, each with its length and EOS, do not get."""
+        """Return the first option that one `config` shared by all requests cannot give, or None.
+
+        Length and EOS do not count: each request has its own.
+        """
         asked = GenerationConfig(do_sample=config.do_sample, top_k=config.top_k)
         self.apply(asked, config)
         others = {name: value for name, value in vars(asked).items() if value is not None and name not in _EACH_ITS_OWN}
@@ -91,11 +94,11 @@ class Wishes:
         return next((name for name in [*odd, *own] if name in odd or own[name] is not None), None)
 
     def apply(self, config: GenerationConfig, of_model: GenerationConfig) -> None:
-        """Lay the wishes over a request's `config`, which the model's own stands behind.
+        """Apply the body's fields to the request's `config`, whose missing fields come from the model's own config.
 
         Raises:
-            ValueError: `generation_config` says something else of what a field says, or names what no config has; the
-                least length is above the length.
+            ValueError: If `generation_config` contradicts another field or has a name that no config has, or if the
+                minimum length exceeds the maximum length.
         """
         self._check_config(config, of_model)
         for name, value in self.settings.items():
@@ -108,7 +111,7 @@ class Wishes:
             for name, value in self.filters.items():
                 setattr(config, name, value)
             if config.top_k is None:
-                config.top_k = 0  # generate's own default is 50
+                config.top_k = 0  # generate would use its default of 50
         if self.stop:
             config.stop_strings = list(self.stop)
         self._set_ends(config, of_model)
@@ -132,7 +135,7 @@ class Wishes:
             raise ValueError(f"min_tokens={least}: expected at most {most}, the length of the answer")
 
     def _set_choices(self, config: GenerationConfig) -> None:
-        """Choices by their name in a `GenerationConfig`; what is no number of them is left for `generate` to refuse."""
+        """Move `num_return_sequences` to `n`; leave an invalid number for `generate` to reject."""
         count, beams = config.num_return_sequences, config.num_beams
         if type(count) is not int or count < 2 or not (config.do_sample or (isinstance(beams, int) and beams > 1)):
             return
@@ -148,7 +151,7 @@ class Wishes:
         eos = [] if self.ignores_eos or present is None else present if isinstance(present, list) else [present]
         config.eos_token_id = [*eos, *self.stop_token_ids] or -1
         if config.eos_token_id == -1:
-            config.min_new_tokens = None  # it bars nothing but EOS
+            config.min_new_tokens = None  # without EOS the processor of the minimum length has no effect
 
 
 _EACH_ITS_OWN = ("max_new_tokens", "eos_token_id", "transformers_version")
