@@ -104,7 +104,7 @@ def _is_modules(module: ModuleType, name: str, value: Any) -> bool:
     source = _source_of(module)
     if name in source.imports:
         return any(_is_imported(origin, attribute, value) for origin, attribute in source.imports[name])
-    if package_of(module) == "torch":  # `__module__` of some names the module that imports them
+    if package_of(module) == "torch":  # its objects may have the importing module as `__module__`
         return _is_of_torchs_module(name, value)
     if isinstance(value, ModuleType):
         return value.__name__ == f"{module.__name__}.{name}"

@@ -149,8 +149,7 @@ WRAPPERS = (
 
 
 def family_of(model: Any) -> Family | None:
-    """Return the family of the class of `model`, of a base class or of the wrapped decoder, or None. Imports nothing.
-    """
+    """Return the family of the class of `model`, a base class or the wrapped decoder, or None. Imports nothing."""
     names = _class_names(model)
     for family in FAMILIES:
         if (family.module_name, family.model_name) in names:

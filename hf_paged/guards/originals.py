@@ -74,8 +74,7 @@ def patched_class(kinds: Iterable[type]) -> str | None:
 
 
 def patched_entry(function: Any) -> str | None:
-    """Return what `patched_class` does, for an entry of a registry; its own name if it is no function of transformers.
-    """
+    """Return `patched_class` of an entry of a registry; its own name if it is no function of transformers."""
     if function not in _ENTRIES:
         if not is_own_function(function):
             return str(getattr(function, "__qualname__", function))

@@ -20,8 +20,7 @@ def wrapped_forward_reason(model: Any) -> Reason | None:
 
 
 def autocast_of_wrapper(model: Any, device_type: str) -> torch.autocast | None:
-    """Return the autocast for this type of device that known wrappers enter last before the class's forward, or None.
-    """
+    """Return the autocast for this type of device that known wrappers enter last before the forward, or None."""
     contexts = _autocast_contexts(model.__dict__["forward"], model) or []
     return next((context for context in reversed(contexts) if context.device == device_type), None)
 
