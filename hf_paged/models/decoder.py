@@ -204,7 +204,7 @@ class DecoderExecutor(ModelExecutor):
         return None
 
     def _carries_all(self, name: str | None) -> bool:
-        """Return whether this implementation uses those arguments of attention that paged attention uses with it."""
+        """Return whether this implementation uses the arguments of attention that paged attention uses with it."""
         if name == "sdpa":
             return self._family.beyond_sdpa == "softcap" and self.model_class._supports_sdpa
         if name is None or name in ("eager", "flex_attention") or name.startswith("flash_attention"):
