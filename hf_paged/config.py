@@ -1,4 +1,4 @@
-"""Everything a user can set, in one frozen object."""
+"""`PagedConfig`: all settings of an engine in one frozen object."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_paged.vllm_names import LOADING, unknown_names
 ATTENTION_BACKENDS = ("auto", "triton", "hopper", "flash_attn", "torch")
 ALL_REDUCES = ("auto", "nccl", "peers")
 ON_WEIGHT_CHANGE = ("recompute", "keep")
-# Arguments of `PagedGenerator.from_pretrained` that are no fields, since they say how a model is loaded.
+# Arguments of `PagedGenerator.from_pretrained` that are no fields of PagedConfig: they say how a model is loaded.
 OF_LOADING = ("tensor_parallel_size", "dtype", "device", "device_map", "tokenizer", "trust_remote_code", "revision",
               "token", "cache_dir", "attn_implementation", "quantization_config")
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def _refusing_unknown_fields(config: type[T]) -> type[T]:
-    """Make the constructor of a config say what to write in place of a name that is no field."""
+    """Make a config's constructor raise an error that says what to write in place of an unknown name."""
     stock = config.__init__
 
     @functools.wraps(stock)
@@ -36,49 +36,50 @@ def _refusing_unknown_fields(config: type[T]) -> type[T]:
 @_refusing_unknown_fields
 @dataclass(frozen=True)
 class PagedConfig:
-    """How the paged engine runs. Immutable; `hf_paged.enable(model, config, **overrides)` replaces single fields.
+    """Settings of a paged engine. Immutable; `hf_paged.enable(model, config, **overrides)` replaces single fields.
 
     Attributes:
-        block_size: tokens a KV block holds; a power of two, at least 16.
-        num_blocks: blocks in the KV pool, the null block counted. None: `PagedGenerator` takes the memory budget,
-            an enabled model starts small and grows on demand up to it.
-        gpu_memory_utilization: share of the GPU's memory, in (0, 1], that everything on it may use together.
-        max_num_seqs: sequences that run at the same time; the rest waits.
-        max_num_batched_tokens: tokens a step computes at most; longer prompts are computed in chunks.
-        max_model_len: longest sequence in tokens, prompt and output. None: what the model's positions allow, with YaRN
-            its factor times the original ones. More than that computes what stock computes there; where frequencies
-            depend on the longest sequence of a batch (dynamic, longrope) no more than up to where they begin to.
+        block_size: tokens that a KV block holds; a power of two, at least 16.
+        num_blocks: blocks in the KV pool, the null block counted. None: `PagedGenerator` allocates the memory budget;
+            an enabled model's pool starts small and grows on demand up to the budget.
+        gpu_memory_utilization: share of the GPU's memory, in (0, 1], that all programs on the GPU may use together.
+        max_num_seqs: sequences that run at the same time; further sequences wait.
+        max_num_batched_tokens: tokens that a step computes at most; longer prompts are computed in chunks.
+        max_model_len: longest sequence in tokens, prompt and output. None: the number of positions of the model, with
+            YaRN its factor times the original number. A longer limit computes what stock computes at such positions;
+            where RoPE frequencies depend on the longest sequence of a batch (dynamic, longrope) the limit may not
+            exceed the length from which they do.
         enable_prefix_caching: keep full blocks of finished requests, and share equal prefixes.
-        group_prefixes: rows that decode, and new prompts, whose block tables begin with the same blocks read those
-            once, where that is faster. False: each row reads its own. On a CPU each does.
+        group_prefixes: let decode rows, and new prompts, whose block tables begin with the same blocks read these
+            blocks once, where that is faster. False: each row reads its blocks by itself, as on a CPU always.
         enforce_eager: never capture CUDA graphs.
-        attention_backend: one of "auto", "triton", "hopper", "flash_attn", "torch". "hopper": prompts by a kernel for
-            H100 and H200, "flash_attn": by an installed flash-attn 2, 3 or 4, the rest by "triton"; an error where it
-            cannot be used. "torch" waits for the device in every step, so it runs without CUDA graphs.
+        attention_backend: one of "auto", "triton", "hopper", "flash_attn", "torch". "hopper" runs prompts by a kernel
+            for H100 and H200, "flash_attn" by an installed flash-attn 2, 3 or 4, other rows by "triton"; an error if
+            the backend cannot be used. "torch" waits for the device in every step, so it runs without CUDA graphs.
         strict: raise `FallbackError` where a call would go to stock `generate`.
-        seed: base seed of calls that bring none. None: drawn from torch's default generator, call by call.
+        seed: base seed of calls that bring none. None: drawn from torch's default generator for each call.
         merge_weights: on a GPU lay q, k, v (and gate, up) side by side in memory, each still a parameter of its own
             with an ordinary storage. On a CPU nothing is merged.
         fused_kernels: norms, RoPE, activation and products with few rows by hf_paged's kernels; False: torch's ops.
         one_launch: on H100 and H200 compute all layers of a step of up to eight sequences in one launch, where its
-            kernel takes the model: dense Qwen3 and Llama models in bf16 with heads of 128 and merged weights, without
-            LoRA. Until the kernel is compiled, and on to the end of the requests that run then, steps run as without
-            it, which rounds otherwise: a first run may choose other tokens than later ones. False: layer by layer.
-        all_reduce: how several GPUs add up what each has computed: "nccl"; "peers": by kernels that reach the
-            other GPUs' memory over NVLink, an error where they cannot; "auto": those where they can, and are faster. A
-            model on one device has nothing to add up, whatever this says.
-        on_weight_change: what becomes of running requests when the model is found to have changed: "recompute": they
-            compute the keys and values of all their tokens again; "keep": those stay, and later tokens are computed
-            over them with the new weights. Tokens made so far stay in either case.
+            kernel supports the model: dense Qwen3 and Llama models in bf16 with heads of 128 and merged weights,
+            without LoRA. Until the kernel is compiled, and to the end of the requests that run then, steps run layer
+            by layer, with other rounding: a first run may choose other tokens than later runs. False: layer by layer.
+        all_reduce: how several GPUs sum their partial results: "nccl"; "peers": by kernels that reach the other GPUs'
+            memory over NVLink, an error if the kernels cannot; "auto": by these kernels where they work and are
+            faster. Without effect for a model on one device.
+        on_weight_change: what happens to running requests when the model is found to have changed: "recompute": the
+            keys and values of all their tokens are computed again; "keep": their keys and values stay, and later
+            tokens are computed over them with the new weights. Tokens made so far stay in either case.
         gather_timeout: seconds that a rank of a model sharded by FSDP2 waits in `generate` for the other ranks to call
-            it, too, before it raises.
-        speculation: requests with ``prompt_lookup_num_tokens`` guess at tokens that stood before. False: none does. The
-            tokens are the same.
-        structured_max_seconds: seconds that a form of outputs (`structured`) may take to compile, of a process of its
-            own; waiting for a place does not count. A form that takes longer is refused.
+            `generate`, too, before it raises.
+        speculation: let requests with ``prompt_lookup_num_tokens`` guess tokens by looking earlier tokens up. False:
+            no guesses. The tokens are the same.
+        structured_max_seconds: seconds that a form of outputs (`structured`) may take to compile in a process of its
+            own; waiting for such a process does not count. A form that takes longer is refused.
         structured_max_bytes: size of a form's text, UTF-8 (a schema as JSON, a list of choices as JSON). A larger one
             is refused.
-        overlap: schedule step n + 1 while step n runs. None: on CUDA yes, on a CPU (where it gains nothing) no.
+        overlap: schedule step n + 1 while step n runs. None: True on CUDA, False on a CPU (where it gains nothing).
 
     Raises:
         ValueError: for a value outside these limits; the message names the field, the value and what is accepted.
@@ -145,7 +146,7 @@ def check_fields(given: Mapping[str, Any]) -> None:
     """Raise TypeError for arguments that are no fields of a `PagedConfig`; the message says what to write."""
     known = {field.name for field in fields(PagedConfig)}
     if unknown := {name: value for name, value in given.items() if name not in known}:
-        from transformers import GenerationConfig  # for the message alone: the command line's parser imports this file
+        from transformers import GenerationConfig  # only here: the command line's parser imports this file
 
         elsewhere = {"PagedGenerator.from_pretrained, which loads the model": OF_LOADING,
                      "PagedGenerator.generate or model.generate": vars(GenerationConfig())}
@@ -153,10 +154,10 @@ def check_fields(given: Mapping[str, Any]) -> None:
 
 
 def read_pairs(given: Iterable[str]) -> dict[str, Any]:
-    """Values by name of NAME=VALUE arguments of a command line: JSON, or what Python writes for True, False and None.
+    """Parse NAME=VALUE arguments of a command line: values are JSON, Python's True, False and None, or else text.
 
     Raises:
-        ValueError: an argument without a name.
+        ValueError: for an argument without a name.
     """
     found = {}
     for one in given:
@@ -171,7 +172,7 @@ def read_pairs(given: Iterable[str]) -> dict[str, Any]:
 
 
 def require_int(name: str, value: object, least: int, *, optional: bool = False) -> None:
-    """Raise ValueError for what is no integer of at least `least` (nor None, where that is `optional`)."""
+    """Raise ValueError unless `value` is an integer of at least `least` (or None, if `optional`)."""
     if optional and value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -1,4 +1,4 @@
-"""What goes wrong, by name."""
+"""Errors, warnings, and the `Reason` for which a call or model is not run natively."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 
 class Reason(str):
-    """Why something is not done natively, as a text, with what to change.
+    """Text that says why a call or model is not run natively, with a remedy.
 
     Args:
         template: the text, in which each ``{}`` stands for one of `values`.
-        remedy: one or more sentences.
+        remedy: what to change, in one or more sentences.
 
     Attributes:
-        kind: the text with … for the values. Reasons of one kind are one reason to whoever counts or warns.
+        kind: the text with … for the values. Counters and warnings treat reasons of one kind as one reason.
         remedy: as given.
     """
 
@@ -27,10 +27,10 @@ class Reason(str):
 
     @property
     def with_remedy(self) -> str:
-        """The text and what to change, for messages."""
+        """The text and the remedy, for messages."""
         return f"{self}. {self.remedy}"
 
-    def __getnewargs_ex__(self) -> tuple[tuple[str, str], dict[str, str]]:  # of copies, which take over the kind
+    def __getnewargs_ex__(self) -> tuple[tuple[str, str], dict[str, str]]:  # unpickled copies keep the kind
         return ("{}", str(self)), {"remedy": self.remedy}
 
 
@@ -42,7 +42,7 @@ class PrecisionBusyError(UnsupportedModelError):
     """Requests that compute in another precision (under autocast, or without it) run at the same time.
 
     Attributes:
-        reason: says which.
+        reason: names both precisions.
     """
 
     def __init__(self, reason: Reason) -> None:
@@ -67,18 +67,18 @@ class EngineClosedError(RuntimeError):
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process of a tensor-parallel model ended on its own; the message names its rank and quotes it."""
+    """A worker process of a tensor-parallel model ended on its own; the message names its rank and quotes its error."""
 
 
 class RankAloneError(RuntimeError):
-    """A rank of a model that is sharded by FSDP2 generated, and others did not; the message names them."""
+    """A rank of a model that is sharded by FSDP2 generated, and other ranks did not; the message names these ranks."""
 
 
 class PartlyLoadedError(RuntimeError):
-    """Loading weights ended half-way: the model holds new weights and old ones. Its cause is the error that ended it.
+    """Loading weights ended half-way: the model holds new and old weights. The exception's cause ended the loading.
 
     Attributes:
-        written: names of the tensors that were written, in their order.
+        written: names of the tensors that were written, in the order of writing.
     """
 
     def __init__(self, error: BaseException | str, written: tuple[str, ...]) -> None:

@@ -1,10 +1,10 @@
-"""Packages that only some uses need: which extra of the distribution brings them, and the one error without them."""
+"""Optional packages: the extra of the distribution that installs each, and the error if one is missing."""
 
 from __future__ import annotations
 
 import importlib
 
-# By extra of pyproject.toml: the modules that its uses import, the package of its name first.
+# Modules that each extra of pyproject.toml has to provide, the package to name in errors first.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "flash-attn": ("flash_attn",),
     "flash-attn-4": ("flash_attn.cute",),
@@ -22,10 +22,10 @@ def require(extra: str, use: str) -> None:
 
     Args:
         extra: one of `EXTRAS`.
-        use: what needs them, as the subject of a sentence.
+        use: the feature that needs the modules, as the subject of a sentence.
 
     Raises:
-        ImportError: a module cannot be imported; the message says which one, why, and what to install.
+        ImportError: a module cannot be imported; the message names the module, the cause and what to install.
     """
     for module in EXTRAS[extra]:
         try:
@@ -35,10 +35,10 @@ def require(extra: str, use: str) -> None:
 
 
 def lacking(extra: str, use: str, module: str | None = None) -> str:
-    """The message about a use whose extra is not installed; it names the module, or the first one of the extra."""
+    """Return the message about a use whose extra is not installed; names `module`, or the extra's first module."""
     return f"{use} needs the package {module or EXTRAS[extra][0]}: {install(extra)}"
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra."""
+    """Return the command that installs an extra."""
     return f"pip install 'hf-paged[{extra}]'"

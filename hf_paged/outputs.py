@@ -1,4 +1,4 @@
-"""What callers get back."""
+"""Results that callers get: completions, outputs of steps, explanations and counters."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _SHORT.maxstring = _SHORT.maxother = 48
 
 
 class VersionRun(NamedTuple):
-    """``num_tokens`` tokens in a row that the weights of one ``version`` made; None: it is not known."""
+    """Run of ``num_tokens`` consecutive tokens made by one ``version`` of the weights; None if it is unknown."""
 
     version: int | None
     num_tokens: int
 
 
 def last_of(runs: Iterable[VersionRun], count: int) -> tuple[VersionRun, ...]:
-    """The runs of the last ``count`` tokens."""
+    """Return the runs of the last ``count`` tokens."""
     return tuple(reversed(first_of(reversed(tuple(runs)), count)))
 
 
 def first_of(runs: Iterable[VersionRun], count: int) -> list[VersionRun]:
-    """The runs of the first ``count`` tokens, as far as there are any."""
+    """Return the runs of the first ``count`` tokens, or all runs if they have fewer tokens."""
     left: list[VersionRun] = []
     for version, length in runs:
         taken = min(length, count)
@@ -39,17 +39,17 @@ def first_of(runs: Iterable[VersionRun], count: int) -> list[VersionRun]:
 
 
 class Timings(NamedTuple):
-    """When a request passed its stages: seconds of `time.monotonic` in the process that asked for it.
+    """Times at which a request passed its stages: seconds of `time.monotonic` in the process that made the request.
 
     The clock never goes back, counts from an arbitrary point, and is one for all requests of a process: differences
-    are durations. A stage that was not reached (an abort while it waited) is None. What an interrupt made start over
-    keeps its first times.
+    are durations. A stage that was not reached (an abort while the request waited) is None. A request that an
+    interrupt made start over keeps its first times.
 
     Attributes:
-        queued: it was added to the engine.
-        started: the launch of the first step that computes something of it.
-        first_token: its first new token was on the host; output that was given with the prompt is none.
-        ended: its completion was made.
+        queued: when the request was added to the engine.
+        started: when the first step that computes tokens of the request was launched.
+        first_token: when its first new token was on the host; output that was given with the prompt does not count.
+        ended: when its completion was made.
     """
 
     queued: float
@@ -64,32 +64,32 @@ def _versions(runs: Iterable[VersionRun]) -> list[int | None]:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished request.
+    """Result of one finished request.
 
     Attributes:
         token_ids: generated tokens, the stopping EOS included, as in `model.generate`.
-        text: `token_ids` decoded, without special tokens unless ``skip_special_tokens=False`` was asked for, and with
-            ``include_stop_str_in_output=False`` without what ended it; None where the engine has no tokenizer.
+        text: `token_ids` decoded, without special tokens unless ``skip_special_tokens=False``, and without the stop
+            string or stop token if ``include_stop_str_in_output=False``; None if the engine has no tokenizer.
         finish_reason: "eos", "stop", "length", "timeout", "abort" or "error".
         prompt_token_ids: the prompt as it was run.
-        logprobs: None unless asked for: of every generated token, the log-probability under the distribution that it
-            was drawn from (temperature, filters and barred EOS included; greedy: softmax of the logits, EOS barred);
-            with ``logprobs="raw"`` under the model's logits as they are.
+        logprobs: for every generated token, its log-probability under the distribution that it was drawn from
+            (temperature, filters and barred EOS included; greedy: softmax of the logits, EOS barred); with
+            ``logprobs="raw"`` under the model's unprocessed logits. None unless requested.
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
-        error: None, or what went wrong where ``finish_reason == "error"``: of a prompt that could not run (see
+        error: the error if ``finish_reason == "error"``, else None; for a prompt that could not run (see
             ``on_error`` of `PagedGenerator.generate`) the exception's type and message.
-        prompt_logprobs: None unless asked for, or where the request ended before all of its prompt was computed: None
-            for the first prompt token, then log p(token | tokens before it) from the raw logits.
-        version_runs: (version of the weights, number of tokens) of the pieces of `token_ids` that one version made.
-        seed: of the request's random numbers: a request that goes on from this completion draws on with it.
-        logprobs_kind: "processed" or "raw", which `logprobs` and `top_logprobs` are; None without any.
-        timings: when it was queued, started, had its first token and ended; None for a prompt that could not run.
-        stop_reason: the stop string, or the id among ``stop_token_ids``, that ended it; None where nothing of the kind
-            did, and where the text of the output shows none of several stop strings.
-        top_logprobs: None unless asked for: of every generated token, {token id: log-probability} of the likeliest
-            tokens in its place, the first the likeliest, and of the token itself, last where it is none of them. Tokens
-            that could not be drawn are left out, so there may be fewer. None for a token whose are not known.
-        prompt_top_logprobs: as `prompt_logprobs`: of every prompt token but the first such a dict.
+        prompt_logprobs: None for the first prompt token, then log p(token | tokens before it) from the raw logits.
+            None unless requested, or if the request ended before all of its prompt was computed.
+        version_runs: runs of `token_ids` made by one version of the weights: (version, number of tokens) of each.
+        seed: seed of the request's random numbers: a request that continues this completion draws on with this seed.
+        logprobs_kind: "processed" or "raw", the kind of `logprobs` and `top_logprobs`; None if there are neither.
+        timings: when the request was queued, started, had its first token and ended; None if its prompt could not run.
+        stop_reason: the stop string, or the id among ``stop_token_ids``, that ended the request; None if neither did,
+            or if the output's text shows none of several stop strings.
+        top_logprobs: for every generated token, {token id: log-probability} of the likeliest tokens at its position,
+            likeliest first, and of the token itself, last if it is not among them. Tokens that could not be drawn are
+            left out, so there may be fewer. None for a token without known ones. None unless requested.
+        prompt_top_logprobs: as `prompt_logprobs`, with such a dict for every prompt token but the first.
     """
 
     token_ids: list[int]
@@ -109,7 +109,7 @@ class Completion:
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
     def __repr__(self) -> str:
-        """One line of bounded length, also for an output of many tokens: lists of completions are printed."""
+        """Return one line of bounded length, also for an output of many tokens: lists of completions are printed."""
         shown = f"token_ids={_SHORT.repr(self.token_ids)}" if self.text is None else f"text={_SHORT.repr(self.text)}"
         error = "" if self.error is None else f", error={_SHORT.repr(self.error)}"
         return (f"Completion({shown}, finish_reason={_SHORT.repr(self.finish_reason)}{error}, "
@@ -117,32 +117,32 @@ class Completion:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of `logprobs`: log p of the whole output; None without them, or where one is not known."""
+        """The sum of `logprobs`: log p of the whole output; None without `logprobs`, or if one of them is unknown."""
         if self.logprobs is None or None in self.logprobs:
             return None
         return math.fsum(known for known in self.logprobs if known is not None)
 
     @property
     def weight_versions(self) -> list[int | None]:
-        """Of every generated token, the `EngineStats.weights_version` of the weights that made it.
+        """The `EngineStats.weights_version` of the weights that made each generated token.
 
-        None for tokens that were given as ``output_token_ids``, and after an error that left it unknown.
+        None for tokens that were given as ``output_token_ids``, and after an error that left the version unknown.
         """
         return _versions(self.version_runs)
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one engine step brought for one request.
+    """Output that one engine step made for one request.
 
     Attributes:
         request_id: as `Engine.add_request` returned it; empty for a prompt that could not run.
-        new_token_ids: tokens that came since the last output.
-        new_text: their text; None where the engine has no tokenizer.
+        new_token_ids: tokens made since the last output.
+        new_text: text of the new tokens; None if the engine has no tokenizer.
         finish_reason, completion: only with the last output of a request.
-        new_logprobs: None unless asked for: one per new token, as in `Completion`.
+        new_logprobs: one per new token, as in `Completion`; None unless requested.
         version_runs: as in `Completion`, of `new_token_ids`.
-        new_top_logprobs: None unless asked for: one per new token, as in `Completion`.
+        new_top_logprobs: one per new token, as in `Completion`; None unless requested.
     """
 
     request_id: str
@@ -155,26 +155,26 @@ class StepOutput:
     new_top_logprobs: list[dict[int, float] | None] | None = None
 
     def __repr__(self) -> str:
-        """One line of bounded length."""
+        """Return one line of bounded length."""
         end = "" if self.completion is None else f", completion={self.completion!r}"
         return (f"StepOutput({_SHORT.repr(self.request_id)}, new_token_ids={_SHORT.repr(self.new_token_ids)}, "
                 f"new_text={_SHORT.repr(self.new_text)}{end})")
 
     @property
     def new_weight_versions(self) -> list[int | None]:
-        """Of every new token, the version of the weights that made it."""
+        """The version of the weights that made each new token."""
         return _versions(self.version_runs)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call of `model.generate` would do.
+    """Path that a call of `model.generate` would take, with reasons and remedies.
 
     Attributes:
         path: "native" (the engine runs it), "lockstep" (stock's decoding loop picks the tokens, the engine computes its
             forwards) or "stock" (with ``strict=True`` the call raises `FallbackError` instead).
-        reasons: why it is not native, first of all why not even lockstep; none for a native call. There may be further
-            ones that show once these are gone.
+        reasons: why the call is not native, reasons against lockstep first; empty for a native call. Once these
+            reasons are remedied, further ones may show.
         remedies: for each reason, what to change.
     """
 
@@ -189,14 +189,14 @@ class Explanation:
 
 @dataclass(frozen=True)
 class CallStats:
-    """Calls that took one path, or that took it for one reason.
+    """Counts of the calls that took one path, or took one path for one reason.
 
     Attributes:
-        num_calls: those that came to decode, also if they raised then.
-        num_tokens: new tokens of all rows that they returned, padding left out; of beams, and of ``best_of``, those
-            that were returned. A call that raised returned none; a stream those that it had handed out.
-        by_reason: the same for each reason, in which … stands for what differs from call to call; empty for native
-            calls.
+        num_calls: calls that reached decoding, also if they raised then.
+        num_tokens: new tokens of all rows that the calls returned, without padding; of beams, and of ``best_of``, only
+            the returned rows. A call that raised returned no tokens; a stream the tokens that it had handed out.
+        by_reason: the same counts for each reason, in which … stands for values that differ from call to call; empty
+            for native calls.
     """
 
     num_calls: int
@@ -209,28 +209,28 @@ class EngineStats:
     """Counters since the engine was made (num_generated_tokens, ...) and its state now (num_running, ...).
 
     Attributes:
-        num_running, num_waiting: unfinished requests that have a row in every step, and those that wait for one.
-        num_blocks, num_free_blocks: blocks of the KV pool, and those that no request uses.
+        num_running, num_waiting: unfinished requests that have a row in every step, and requests that wait for a row.
+        num_blocks, num_free_blocks: blocks of the KV pool, and blocks that no request uses.
         num_preemptions: how often a running request had to give its blocks back.
         num_generated_tokens, num_prefill_tokens: tokens made, and prompt tokens computed.
         num_steps: steps launched.
-        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and those found.
+        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and tokens found there.
         kv_cache_bytes: memory of the KV pool, 0 while it is released. torch's own counters do not hold it where the
             pool lies in reserved addresses.
         num_pool_growths: how often the pool was enlarged.
-        num_graphs_captured, num_graphs_dropped: CUDA graphs of the present pool, released or not; they are dropped when
-            memory that they point to moved.
-        weights_version: goes up whenever the weights, the active adapters or constants of the model were found to be
-            others than before (see docs/reinforcement_learning.md for when that is looked at).
-        kv_bytes_read: keys and values that attention read, over all layers, on this rank; those of a prompt, or a chunk
-            of one, once. A layer with a sliding window counts the positions inside of it.
-        kv_bytes_saved: what it would have read besides if it read a prefix that several rows share once for each.
-        num_draft_tokens, num_accepted_draft_tokens: guesses that steps computed, and those that came true.
+        num_graphs_captured, num_graphs_dropped: CUDA graphs of the present pool, released or not; graphs are dropped
+            when memory that they point to moved.
+        weights_version: number that grows whenever the weights, the active adapters or constants of the model were
+            found changed (see docs/reinforcement_learning.md for when the engine compares them).
+        kv_bytes_read: bytes of keys and values that attention read, over all layers, on this rank; a prompt, or a chunk
+            of one, counts once. A layer with a sliding window counts the positions inside of the window.
+        kv_bytes_saved: bytes that attention would have read besides, had each row read its shared prefix by itself.
+        num_draft_tokens, num_accepted_draft_tokens: guesses that steps computed, and guesses that were accepted.
         shadow_bytes: memory of copies of the weights, in the dtype of autocast or gathered from ranks; else 0.
         calls: calls by path, "native", "lockstep" or "stock": of the enabled model's `generate` and `generate_batch`,
-            and of `generate`, `stream`, `agenerate` and `astream` of a `PagedGenerator`. What a call in stock calls
-            itself (drafts of assisted decoding) is a part of it. Requests of `Engine.add_request`, and of a continuous
-            batching manager or the server, belong to no call: `num_generated_tokens` holds their tokens.
+            and of `generate`, `stream`, `agenerate` and `astream` of a `PagedGenerator`. Calls that a stock call makes
+            itself (drafts of assisted decoding) are a part of it. Requests of `Engine.add_request`, and of a
+            continuous batching manager or the server, belong to no call: `num_generated_tokens` counts their tokens.
     """
 
     num_running: int
@@ -258,8 +258,8 @@ class EngineStats:
     @property
     def num_used_blocks(self) -> int:
         """Blocks that requests use."""
-        return max(self.num_blocks - 1 - self.num_free_blocks, 0)  # the null block is nobody's
+        return max(self.num_blocks - 1 - self.num_free_blocks, 0)  # block 0, the null block, is never used
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         return stats_html(self)

@@ -1,4 +1,4 @@
-"""Data parallel over a cluster by Ray Data: actors that hold a `PagedGenerator` each complete a dataset's rows."""
+"""Data parallel generation by Ray Data: actors with a `PagedGenerator` each complete the rows of a dataset."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 _BROKEN = (WorkerDiedError, EngineClosedError)  # nothing more can be generated in this process
-OUTPUTS = ("", "_token_ids", "_finish_reason", "_error")  # suffixes of the columns that are added
+OUTPUTS = ("", "_token_ids", "_finish_reason", "_error")  # suffixes of the added columns
 
 
 def generate_dataset(dataset: Dataset, path: str, *, num_actors: int = 1, batch_size: int = 1024,
@@ -35,27 +35,27 @@ def generate_dataset(dataset: Dataset, path: str, *, num_actors: int = 1, batch_
                      ray_options: dict[str, Any] | None = None, **actor_arguments: Any) -> Dataset:
     """Complete every row of `dataset` on `num_actors` actors; lazy, as every operation of Ray Data.
 
-    An actor that dies is started anew, and what it had not delivered is generated again, to the same tokens (see
-    `PagedActor`): no row is lost, none comes twice. Rows come in no particular order.
+    An actor that dies is started anew, and rows that it had not delivered are generated again, to the same tokens (see
+    `PagedActor`): no row is lost or duplicated. Rows come in no particular order.
 
     Args:
         dataset: with a column of prompts; see `PagedActor`.
         path: a checkpoint that every node can read, or a model id.
-        num_actors: each holds the whole model, on `tensor_parallel_size` GPUs of one node.
+        num_actors: actors; each holds the whole model, on `tensor_parallel_size` GPUs of one node.
         batch_size: rows in one call of an actor, which ends with its longest completion: several times `max_num_seqs`
-            keep the engine full. Also what is generated again after an actor died.
+            keep the engine full. After the death of an actor that many rows are generated again.
         tensor_parallel_size: GPUs of an actor.
-        num_gpus: what Ray reserves for an actor. None: `tensor_parallel_size`, or none where the cluster has no GPU.
+        num_gpus: GPUs that Ray reserves for an actor. None: `tensor_parallel_size`, or 0 if the cluster has no GPU.
         ray_options: more arguments of `Dataset.map_batches`: num_cpus, resources, accelerator_type, runtime_env, ...
-        **actor_arguments: of `PagedActor`.
+        **actor_arguments: arguments of `PagedActor`.
 
     Returns:
-        A dataset with the columns of `dataset` and those that `PagedActor` adds.
+        A dataset with the columns of `dataset` and the columns that `PagedActor` adds.
 
     Raises:
         ImportError: Ray Data is not installed.
-        ValueError, TypeError: an argument, named with its value. What only an actor can see (no such checkpoint or
-            column, generation settings) ends the dataset's execution with Ray's error around it.
+        ValueError, TypeError: for a wrong argument, named with its value. Errors that only an actor can see (no such
+            checkpoint or column, generation settings) end the dataset's execution, wrapped in Ray's error.
     """
     require("ray", "generate_dataset")
     import ray
@@ -67,8 +67,8 @@ def generate_dataset(dataset: Dataset, path: str, *, num_actors: int = 1, batch_
     base_seed(actor_arguments.get("seed", 0), None)
     if num_gpus is None and ray.cluster_resources().get("GPU", 0) > 0:
         num_gpus = tensor_parallel_size
-    # Blocks of one batch each: a block is the unit that Ray hands to an actor and repeats after its death.
-    # Ray Data's defaults for actors (max_restarts=-1, max_task_retries=-1) are what repeats them.
+    # Blocks of one batch each: a block is the unit that Ray hands to an actor, and repeats after the actor's death by
+    # Ray Data's defaults for actors (max_restarts=-1, max_task_retries=-1).
     return dataset.repartition(target_num_rows_per_block=batch_size, strict=True).map_batches(
         PagedActor,
         fn_constructor_args=(path,),
@@ -82,31 +82,32 @@ def generate_dataset(dataset: Dataset, path: str, *, num_actors: int = 1, batch_
 
 
 class PagedActor:
-    """A `PagedGenerator` as a callable class for `Dataset.map_batches(..., batch_format="pyarrow")`.
+    """Callable class that holds a `PagedGenerator`, for `Dataset.map_batches(..., batch_format="pyarrow")`.
 
     A row's tokens depend on its prompt, the settings and `row_seed` of its id (or prompt), not on its batch or actor.
 
     Args:
         path: a checkpoint that the actor's node can read, or a model id.
-        tensor_parallel_size: GPUs that hold the model together; the actor is rank 0 and starts the others on the GPUs
-            that Ray gave it.
-        prompt_column: of text, token ids, chats (lists of structs with role and content), or structs with prompt (text)
-            or prompt_token_ids.
-        output_column: the completion's text (null without a tokenizer). With its name in front: `_token_ids` (list of
-            int64), `_finish_reason` and `_error` (null, or what went wrong with this row: then `_finish_reason`
-            is "error"). With ``on_error="complete"`` a row that cannot run (an empty prompt, no id) ends alone.
-        id_column: of integers or strings, one for each row, from which its random numbers follow. None: they follow
-            from the prompt, so that equal prompts get equal completions.
-        adapter_column: of names of the LoRA adapters that the checkpoint has, one for each row ("__base__" for none,
-            null for those that are active); `adapter_names` of ``generate_kwargs`` is one for all rows.
+        tensor_parallel_size: GPUs that hold the model together; the actor is rank 0 and starts the other ranks on the
+            GPUs that Ray assigned to the actor.
+        prompt_column: column of text, token ids, chats (lists of structs with role and content), or structs with prompt
+            (text) or prompt_token_ids.
+        output_column: column for the completion's text (null without a tokenizer). Further columns have its name in
+            front: `_token_ids` (list of int64), `_finish_reason` and `_error` (null, or the row's error: then
+            `_finish_reason` is "error"). With ``on_error="complete"`` a row that cannot run (an empty prompt, no id)
+            ends alone.
+        id_column: column of integers or strings, one for each row, from which the row's random numbers follow. None:
+            they follow from the prompt, so that equal prompts get equal completions.
+        adapter_column: column of names of the LoRA adapters that the checkpoint has, one for each row ("__base__" for
+            none, null for the active adapters); `adapter_names` of ``generate_kwargs`` names one for all rows.
         generation_config, generate_kwargs: as for `PagedGenerator.generate`, keywords of the chat template among them;
             one completion for a row.
         on_error: "complete", or "raise": a row that cannot run ends the dataset's execution.
-        seed: of all rows together; another seed, other draws.
+        seed: seed of all rows together; with another seed sampling draws other tokens.
         **overrides: more arguments of `PagedGenerator.from_pretrained`.
 
     Raises:
-        ValueError, TypeError, UnsupportedOptionError: settings that no row could run with.
+        ValueError, TypeError, UnsupportedOptionError: for settings that no row could run with.
     """
 
     def __init__(self, path: str, *, tensor_parallel_size: int = 1, prompt_column: str = "prompt",
@@ -137,14 +138,14 @@ class PagedActor:
         engine.stop_rule(settings_from_config(merged, 1, engine.num_logits), [])
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        """`batch` with the output columns appended.
+        """Return `batch` with the output columns appended.
 
-        Where a rank of the model died or its engine broke, an actor of Ray ends its own process: Ray starts actors that
-        died anew and repeats their blocks, and ends the dataset's execution for an exception.
+        After a rank of the model died or its engine broke, an actor of Ray ends its own process: Ray restarts dead
+        actors and repeats their blocks, while an exception would end the dataset's execution.
 
         Raises:
-            ValueError: a column is missing, or one of the output's is there already.
-            WorkerDiedError, EngineClosedError: outside of Ray, where a rank of the model died or its engine broke.
+            ValueError: a column is missing, or an output column exists already.
+            WorkerDiedError, EngineClosedError: outside of Ray, if a rank of the model died or its engine broke.
         """
         try:
             return self._completed(batch)
@@ -153,7 +154,7 @@ class PagedActor:
                 print(f"hf_paged: this actor ends, to be started anew: {type(error).__name__}: {error}",
                       file=sys.stderr, flush=True)
                 with suppress(Exception):
-                    self._generator.close()  # the GPUs are free before the next one wants them
+                    self._generator.close()  # free the GPUs, which the restarted actor needs
                 os._exit(1)
             raise
 
@@ -189,9 +190,9 @@ class PagedActor:
             raise ValueError(f"output_column={self._output_columns[0]!r}: the dataset has columns {taken} already")
 
     def _seed_of(self, prompt: Any, key: Any) -> int | Completion:
-        """A row's seed, or what becomes of a row that has none, or is a part of a prompt."""
+        """Return a row's seed, or an error's `Completion` for a row without an id or with a mere part of a prompt."""
         try:
-            if isinstance(prompt, int) or is_chat([prompt]):  # a list of such would be one prompt
+            if isinstance(prompt, int) or is_chat([prompt]):  # a list of ints or messages would be one prompt
                 prompt_ids(prompt, None, {})
             return row_seed(key, self._seed)
         except Exception as error:
@@ -212,17 +213,17 @@ def _in_actor() -> bool:
 
 
 def row_seed(key: Any, seed: int = 0) -> int:
-    """The seed with which `PagedActor` generates a row: ``PagedGenerator.generate(prompt, seed=row_seed(id, seed))``.
+    """Return the seed by which `PagedActor` runs a row: ``PagedGenerator.generate(prompt, seed=row_seed(id, seed))``.
 
     Args:
         key: the row's id (an integer or a string) or, without ids, its prompt: a string, token ids or a chat.
-        seed: of the whole dataset, in [0, 2**63).
+        seed: seed of the whole dataset, in [0, 2**63).
 
     Returns:
         A number in [0, 2**63), the same on every machine: BLAKE2b (RFC 7693) of the key as JSON, keyed by `seed`.
 
     Raises:
-        TypeError: another key, such as the None or NaN of a missing id.
+        TypeError: for another key, such as the None or NaN of a missing id.
     """
     if key is None or isinstance(key, float):
         raise TypeError(f"row id {key!r}: expected an integer or a string")
@@ -232,7 +233,7 @@ def row_seed(key: Any, seed: int = 0) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and NumPy's integers as what json writes them as, so that a column's type does not decide the seed."""
+    """Convert NumPy's arrays and integers to lists and ints, so that a column's type does not decide the seed."""
     if isinstance(value, (np.ndarray, np.integer)):
         return value.tolist()
     raise TypeError(f"row id holds {value!r:.80}, {type(value).__name__}: expected an integer or a string")

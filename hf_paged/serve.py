@@ -1,6 +1,6 @@
-"""`python -m hf_paged.serve ARGS` is `transformers serve ARGS` with hf_paged under every model that it supports.
+"""`python -m hf_paged.serve ARGS` runs `transformers serve ARGS` with hf_paged under every model that it supports.
 
-``--adapter NAME=PATH``, any number of times, loads LoRA adapters beside the model; requests name them as their model.
+``--adapter NAME=PATH``, any number of times, loads LoRA adapters; requests give an adapter's name as their model.
 ``--engine FIELD=VALUE``, any number of times, sets a field of `PagedConfig`.
 """
 
@@ -27,22 +27,22 @@ Options of transformers serve:
 
 
 def split_settings(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of `PagedConfig` that a command line sets, checked, and the arguments that are left."""
+    """Return the fields of `PagedConfig` that a command line sets, checked, and the other arguments."""
     parser = argparse.ArgumentParser("python -m hf_paged.serve", add_help=False, allow_abbrev=False)
     parser.add_argument(SETTING, action="append", default=[], metavar="FIELD=VALUE")
     given, others = parser.parse_known_args(arguments)
     try:
         settings = read_pairs(given.engine)
-        PagedConfig(**settings)  # all at once, since fields are checked against each other
+        PagedConfig(**settings)  # in one call, since fields are checked against each other
     except (ValueError, TypeError) as error:
         parser.error(f"{SETTING}: {error}")
     return settings, others
 
 
 def main(arguments: list[str] | None = None, program: str = "python -m hf_paged") -> None:
-    """Install and run transformers' command line; `arguments` (None: the process's) are those of ``serve``."""
+    """Install hf_paged and run ``transformers serve`` with `arguments` (None: the process's arguments)."""
     try:
-        require("serve", f"{program} serve")  # transformers' own modules fail with a NameError
+        require("serve", f"{program} serve")  # else transformers fails with a NameError
     except ImportError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

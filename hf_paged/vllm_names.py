@@ -1,4 +1,4 @@
-"""What to write here in place of names that are known from vLLM, and of misspelt ones.
+"""Tables of what to write in place of vLLM's names, and messages about these and misspelt names.
 
 docs/from_vllm.md has the same tables with more words; a test compares the names.
 """
@@ -12,7 +12,7 @@ from typing import Any
 _PAGE = "docs/from_vllm.md"
 _NO_SUCH = "leave it out: there is no such thing here"
 
-# Fields of vLLM's SamplingParams, and arguments of its LLM.generate and LLM.chat, that have another name here.
+# Fields of vLLM's SamplingParams, and arguments of its LLM.generate and LLM.chat, with another name in hf_paged.
 SAMPLING: dict[str, str] = {
     "n": "write num_return_sequences=, with do_sample=True for more than one",
     "max_tokens": "write max_new_tokens=",
@@ -48,7 +48,7 @@ SAMPLING: dict[str, str] = {
                            "ids that the tokenizer makes with them",
 }
 
-# Arguments of vLLM's LLM that have another name here, or none.
+# Arguments of vLLM's LLM with another name in hf_paged, or none.
 LOADING: dict[str, str] = {
     "tokenizer_mode": "write tokenizer=, an object that you have loaded",
     "tokenizer_revision": "write tokenizer=, an object that you have loaded",
@@ -98,7 +98,7 @@ LOADING: dict[str, str] = {
     "disable_log_stats": "leave it out: nothing is logged; engine.stats() has counters",
 }
 
-# Methods of vLLM's LLM that a PagedGenerator has not.
+# Methods of vLLM's LLM that a PagedGenerator lacks.
 METHODS: dict[str, str] = {
     "chat": "generate(chats, ...): a chat, which is a list of messages, is a prompt like any other",
     "beam_search": "generator.model.generate(num_beams=...)",
@@ -125,14 +125,14 @@ METHODS: dict[str, str] = {
 
 def unknown_names(given: Mapping[str, Any], accepted: Collection[str], vllm: Mapping[str, str],
                   elsewhere: Mapping[str, Collection[str]], expected: str) -> str:
-    """The message about arguments that a function does not take.
+    """Return the message about arguments that a function does not take.
 
     Args:
         given: the arguments.
-        accepted: what the function takes.
+        accepted: names that the function takes.
         vllm: what to write in place of names of vLLM's function.
-        elsewhere: by other functions, what those take.
-        expected: what to say of a name that is like none of `accepted`.
+        elsewhere: names that other functions take, by function.
+        expected: text for a name that resembles none of `accepted`.
     """
     return "; ".join(f"{name}={given[name]!r:.80}: {_answer(name, accepted, vllm, elsewhere, expected)}"
                      for name in sorted(given))
@@ -154,6 +154,6 @@ def _answer(name: str, accepted: Collection[str], vllm: Mapping[str, str], elsew
 
 
 def unknown_method(owner: str, name: str) -> str:
-    """The message about an attribute that a class has not; for methods of vLLM's LLM with what stands for them."""
+    """Return the message about an attribute that a class lacks; for a method of vLLM's LLM it names the substitute."""
     answer = f": vLLM's is here {METHODS[name]} ({_PAGE})" if name in METHODS else ""
     return f"{owner!r} object has no attribute {name!r}{answer}"

@@ -567,7 +567,7 @@ AT_ONCE = [
     PackageMutation(ONE_LAUNCH, "support.refuse(self.device, error)\n            if captures", "if captures",
                     ONE_LAUNCH_TESTS, "not_tried_again"),
     PackageMutation(ONE_LAUNCH, "except torch.OutOfMemoryError:\n            raise\n        except Exception as error"
-                    ":  # it", "except Exception as error:  # it", ONE_LAUNCH_TESTS, "out_of_memory"),
+                    ":  # compiling", "except Exception as error:  # compiling", ONE_LAUNCH_TESTS, "out_of_memory"),
     PackageMutation(ONE_LAUNCH, "None if product.module.bias is None else _BIASES", "None", ONE_LAUNCH_TESTS,
                     "one_by_one"),
     PackageMutation(ONE_LAUNCH, "(*norms, final_norm)", "norms", ONE_LAUNCH_TESTS, "one_by_one"),

@@ -1,4 +1,4 @@
-"""The command `hf-paged`. Its parser imports neither torch nor transformers: a command imports them when it runs."""
+"""Command `hf-paged`. Its parser starts fast: only a running command imports torch and transformers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hf_paged.cli import bench, check, serve
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status.
+    """Run a command and return the exit status.
 
     Args:
-        arguments: None: the process's.
+        arguments: arguments of the command; None: the process's arguments.
     """
     given = sys.argv[1:] if arguments is None else arguments
-    if given[:1] == ["serve"]:  # whose arguments are transformers' own
+    if given[:1] == ["serve"]:  # transformers parses the arguments of serve
         return serve.run(given[1:])
     parser = argparse.ArgumentParser("hf-paged", description="Serving-engine speed for Hugging Face models.")
     parser.add_argument("--version", action="version", version=f"hf_paged {hf_paged.__version__}")

@@ -1,4 +1,4 @@
-"""`hf-paged bench`: what a model makes per second, and how long its calls take."""
+"""`hf-paged bench`: throughput and latency of a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def add_parser(commands: Any) -> None:
-    """The arguments of ``bench`` and of its kinds."""
+    """Add the arguments of ``bench`` and of its kinds."""
     bench = commands.add_parser("bench", help="throughput and latency of a model")
     kinds = bench.add_subparsers(metavar="KIND", required=True)
 

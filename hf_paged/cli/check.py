@@ -1,7 +1,7 @@
-"""`hf-paged check MODEL`: what of a model would run natively, why not, and what fits into memory. Generates nothing.
+"""`hf-paged check MODEL`: report what of a model would run natively, why not, and what fits into memory.
 
-The weights are not read: a model is built from its config with memory that is never touched, so that it is known in
-seconds what a checkpoint of any size would do. What is quantized is loaded, since its layers are known only then.
+Nothing is generated and no weights are read: the model is built from its config with memory that is never touched, so
+that the report takes seconds for a checkpoint of any size. A quantized model is loaded: only then are its layers known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_paged.config import read_pairs
 
-# Calls that people make, besides those that are given.
+# Usual calls, which are reported besides the given one.
 _CALLS: dict[str, dict[str, Any]] = {
     "greedy search": {"do_sample": False},
     "sampling": {"do_sample": True, "temperature": 0.7, "top_p": 0.9},
@@ -24,7 +24,7 @@ _CALLS: dict[str, dict[str, Any]] = {
 
 
 def add_parser(commands: Any) -> None:
-    """The arguments of ``check``."""
+    """Add the arguments of ``check``."""
     parser = commands.add_parser("check", help="what of a model would run natively, why not, and what fits into memory",
                                  description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder with at least a config.json, or a model id")
@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report. 0: a plain `generate` would be native; 1: it would not."""
+    """Print the report; returns 0 if a plain `generate` would be native, else 1."""
     from hf_paged.integration.preview import preview
 
     calls = dict(_CALLS)

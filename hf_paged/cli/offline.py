@@ -1,4 +1,4 @@
-"""Throughput and latency of a `PagedGenerator` with prompts of random token ids and outputs of one length."""
+"""Measurements of throughput and latency of a `PagedGenerator`: random token ids as prompts, outputs of one length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WARM_UPS = 2
 
 
 def throughput(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Generate for all prompts at once, behind a smaller call that compiles and captures; prints a line."""
+    """Time one call with all prompts, after a smaller call that compiles kernels and captures graphs; prints a line."""
     with _generator(arguments) as generator:
         _generate(generator, arguments, min(8, arguments.num_prompts), 0)
         seconds = _generate(generator, arguments, arguments.num_prompts, 1)
@@ -33,7 +33,7 @@ def throughput(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def latency(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Generate for one batch a call, with new prompts each time; prints a line."""
+    """Time calls of one batch each, with new prompts in each call; prints a line."""
     with _generator(arguments) as generator:
         taken = [_generate(generator, arguments, arguments.batch_size, i) for i in range(arguments.rounds + _WARM_UPS)]
     counted = taken[_WARM_UPS:]
@@ -54,7 +54,7 @@ def _generator(arguments: argparse.Namespace) -> PagedGenerator:
 
 
 def _generate(generator: PagedGenerator, arguments: argparse.Namespace, count: int, number: int) -> float:
-    """Seconds of one call with prompts that no other call had."""
+    """Return the seconds of one call with prompts of its own, which the prefix cache cannot hold yet."""
     rng = random.Random(f"{arguments.seed} {number} {count}")
     vocabulary = generator.engine.vocab_size
     prompts = [[rng.randrange(vocabulary) for _ in range(arguments.prompt_tokens)] for _ in range(count)]

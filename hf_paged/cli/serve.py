@@ -1,10 +1,10 @@
-"""`hf-paged serve ARGS` is `python -m hf_paged.serve ARGS`."""
+"""`hf-paged serve ARGS`, which runs `python -m hf_paged.serve ARGS`."""
 
 from __future__ import annotations
 
 
 def run(arguments: list[str]) -> int:
-    """Serve until the process is told to stop."""
+    """Serve until the process gets a signal to stop."""
     from hf_paged.serve import main
 
     main(arguments, program="hf-paged")

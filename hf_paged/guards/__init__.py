@@ -1,1 +1,1 @@
-"""What has to stay as it was for the native path to stand in for a model's own code."""
+"""Checks that a model's code, hooks and tensors are the ones that the native path stands in for."""

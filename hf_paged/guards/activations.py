@@ -1,4 +1,4 @@
-"""Activation modules that look at each element alone, and those that are silu."""
+"""Classes of activation modules: elementwise ones, and SiLU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The hooks by which PEFT gives each row of a `generate` call an adapter of its own (`adapter_names`).
+"""Hooks by which PEFT gives each row of a `generate` call an adapter of its own (`adapter_names`).
 
-PEFT puts one on every LoRA layer for the length of the call; it hands the names to the layer's forward, one for each
-row of the batch. The engine reads the names off the hooks and has them never called: its batches are packed tokens.
+PEFT puts a hook on every LoRA layer during the call; the hook hands the names to the layer's forward, one for each row
+of the batch. The engine reads the names off the hooks and never calls the hooks: its batches are packed tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _known(target: Any, args: Any, kwargs: Any, adapter_names: Any) -> Any:
 
 
 class RowHook:
-    """A hook of ours, on a LoRA layer for the length of a step, of the thread that steps."""
+    """Hook of hf_paged on a LoRA layer during a step, for calls of the thread that runs the step."""
 
     def __init__(self, hook: Callable) -> None:
         self._hook = hook
@@ -37,7 +37,7 @@ class RowHook:
 
 
 class NamedRows:
-    """A hook as PEFT's, for calls of one thread alone: those of others meet it on the same layer."""
+    """Hook that names rows as PEFT's does, for calls of one thread only: other threads call the same layer."""
 
     def __init__(self, names: list[str]) -> None:
         self.names, self._thread = list(names), threading.get_ident()
@@ -47,12 +47,12 @@ class NamedRows:
 
     @property
     def is_here(self) -> bool:
-        """Is it this thread's?"""
+        """Whether the hook belongs to the current thread."""
         return threading.get_ident() == self._thread
 
 
 def names_in(hook: Any) -> list[str] | None:
-    """The names that one of PEFT's hooks, or of ours like them, hands to its layer; None for any other hook."""
+    """Return the names that a hook of PEFT or a `NamedRows` hands to its layer; None for any other hook."""
     if type(hook) is NamedRows:
         return hook.names
     if type(hook) is not partial or hook.args or hook.keywords.keys() != {"adapter_names"}:
@@ -67,19 +67,19 @@ def names_in(hook: Any) -> list[str] | None:
 
 
 def has_only_names(layer: nn.Module) -> bool:
-    """Are all pre-forward hooks of a LoRA layer PEFT's, called with keywords as PEFT has it?"""
+    """Return whether all pre-forward hooks of a LoRA layer name adapters, registered with keywords as PEFT does."""
     hooks = layer._forward_pre_hooks
     return hooks.keys() <= layer._forward_pre_hooks_with_kwargs.keys() and all(
         type(hook) is RowHook or names_in(hook) is not None for hook in list(hooks.values()))
 
 
 def without_names(hooks: dict) -> dict:
-    """A LoRA layer's hooks without those of PEFT, and of ours."""
+    """Return a LoRA layer's hooks without PEFT's and hf_paged's hooks that name adapters."""
     return {key: hook for key, hook in list(hooks.items()) if type(hook) is not RowHook and names_in(hook) is None}
 
 
 def names_in_force(layers: list[nn.Module]) -> list[str] | Reason | None:
-    """The adapters that a forward of these LoRA layers would give its rows here, by hooks; None: there are none."""
+    """Return the adapter names that hooks of these LoRA layers give to a forward in this thread; None without hooks."""
     hooks = [list(filter(_is_in_force, list(layer._forward_pre_hooks.values()))) for layer in layers]
     if not any(hooks):
         return None
@@ -92,13 +92,13 @@ def names_in_force(layers: list[nn.Module]) -> list[str] | Reason | None:
 
 
 def _is_in_force(hook: Any) -> bool:
-    """Other hooks than those that name rows are looked at elsewhere."""
+    """Return whether a hook names rows for this thread; other hooks are checked elsewhere."""
     return hook.is_here if type(hook) is NamedRows else names_in(hook) is not None
 
 
 @contextmanager
 def naming(layers: Iterable[nn.Module], names: list[str]) -> Iterator[None]:
-    """Calls of the model that this thread makes in here give their rows these adapters, as in PEFT's `generate`."""
+    """Give these adapters to the rows of this thread's calls of the model, as PEFT's `generate` does, in a ``with``."""
     hook = NamedRows(names)
     with ExitStack() as stack:
         for layer in layers:

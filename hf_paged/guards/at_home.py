@@ -1,8 +1,8 @@
-"""Is what stands in a place of transformers' or torch's code what their own files put there?
+"""Checks whether a value in transformers' or torch's code is the original one, which their own source files define.
 
-Somebody may have patched it before hf_paged was imported. So a function is believed where it says that it is the one of
-that name and its code lies in that file, an imported name where it is what the module that it comes from holds. Other
-objects that can be called, or that answer for an attribute, are nowhere at home.
+Other code may have patched it before hf_paged was imported. So a function counts as original if its name and its code's
+file are those of its place, and an imported name if it is what the module of origin holds. Other callables and
+descriptors never count as original.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from transformers import GenerationMixin
 from hf_paged.guards.hub_kernels import function_inside
 
 _TORCH, _TRANSFORMERS = (f"{Path(str(package.__file__)).parent}{os.sep}" for package in (torch, transformers))
-# How torch gets from a module's call to its forward; what else a module inherits from nn.Module is not computing.
+# Methods by which torch gets from a module's call to its forward; other methods of nn.Module compute nothing.
 CALL_CHAIN = ("__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward")
-ABSENT = type("Absent", (), {"__repr__": lambda self: "nothing"})()  # what a place holds that holds nothing
-_HOMES_OF_C = ("torch", "builtins", "io", "_io")  # as `open` is
+ABSENT = type("Absent", (), {"__repr__": lambda self: "nothing"})()  # value of an empty place
+_HOMES_OF_C = ("torch", "builtins", "io", "_io")  # modules of functions in C; `open` is in io or _io
 _GRAD_MODES = (torch.no_grad, torch.enable_grad, torch.inference_mode)
 _IMPORT_FROM = re.compile(r"^[ \t]*from[ \t]+(\S+)[ \t]+import[ \t]+(\([^)]*\)|[^\n(]+)", re.MULTILINE)
 _IMPORT = re.compile(r"^[ \t]*import[ \t]+(\S+)(?:[ \t]+as[ \t]+(\w+))?", re.MULTILINE)
 
 
 class Place(NamedTuple):
-    """What a class, a module, a function or another object holds under a name."""
+    """Name in a class, a module, a function or another object, which may hold a value."""
 
     holder: Any
     name: str
@@ -49,39 +49,39 @@ class Place(NamedTuple):
 
 
 def is_at_home(place: Place, value: Any) -> bool:
-    """Was `value` written for this place, as far as it says so itself?"""
+    """Return whether `value` is original: written for this place, by its own name and file."""
     if isinstance(place.holder, ModuleType):
         return _is_modules(place.holder, place.name, value)
     if isinstance(place.holder, type) and value is not ABSENT:
         return _is_classes(place.holder, place.name, value)
-    return True  # a part of a function that was found at home, or nothing at all
+    return True  # a part of a function that is original, or ABSENT
 
 
 def is_method_of_mixin(name: str, function: Any) -> bool:
-    """Is this the decoding method that transformers' `GenerationMixin` defines under the name?"""
+    """Return whether `function` is the decoding method that transformers' `GenerationMixin` defines as `name`."""
     return is_at_home(Place(GenerationMixin, name), function)
 
 
 def is_own_function(function: Any) -> bool:
-    """Is this, an entry of a registry, a function of one of transformers' modules?"""
+    """Return whether an entry of a registry is a function of one of transformers' modules."""
     inner = _innermost(function)
     module = str(getattr(inner, "__module__", None))
     return module.startswith("transformers.") and _is_written_in(module, "", inner.__qualname__, function)
 
 
 def is_state(module: ModuleType, name: str) -> bool:
-    """Does the module's own code set this name anew while it runs?"""
+    """Return whether functions of the module assign this global while they run."""
     return name in _source_of(module).states
 
 
 def package_of(of: Any) -> str:
-    """The package that a module lies in, or a class."""
+    """Return the top-level package of a module or class."""
     name: str = of.__name__ if isinstance(of, ModuleType) else of.__module__
     return name.split(".")[0]
 
 
 def chain_of(function: Any) -> Iterator[Any]:
-    """A function, without what binds it, and what it wraps, from the outside in."""
+    """Yield a function without its binding, then each function that it wraps, from the outside in."""
     while function is not None:
         function = getattr(function, "__func__", function)
         if isinstance(function, property):
@@ -92,9 +92,9 @@ def chain_of(function: Any) -> Iterator[Any]:
 
 
 def cells_of(function: FunctionType) -> Iterator[tuple[types.CellType, Any]]:
-    """What a function closes over."""
+    """Yield the cells that a function closes over, each with its content."""
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not filled yet
+        with contextlib.suppress(ValueError):  # a cell that is not filled yet
             yield cell, cell.cell_contents
 
 
@@ -104,7 +104,7 @@ def _is_modules(module: ModuleType, name: str, value: Any) -> bool:
     source = _source_of(module)
     if name in source.imports:
         return any(_is_imported(origin, attribute, value) for origin, attribute in source.imports[name])
-    if package_of(module) == "torch":  # some of torch's say that they live where they are imported
+    if package_of(module) == "torch":  # its objects may have the importing module as `__module__`
         return _is_of_torchs_module(name, value)
     if isinstance(value, ModuleType):
         return value.__name__ == f"{module.__name__}.{name}"
@@ -119,7 +119,7 @@ def _is_modules(module: ModuleType, name: str, value: Any) -> bool:
 
 
 def _is_imported(origin: str, attribute: str | None, value: Any) -> bool:
-    """Is it what `from origin import attribute` gives, or `import origin`, and at home there?"""
+    """Return whether `value` is what `from origin import attribute` or `import origin` gives, and original there."""
     module = sys.modules.get(origin)
     if attribute is None or module is None:
         return value is module is not None
@@ -142,7 +142,7 @@ def _is_of_torchs_module(name: str, value: Any) -> bool:
 
 
 def _is_classes(kind: type, name: str, value: Any) -> bool:
-    if issubclass(kind, torch.Tensor):  # which several files make, operators of methods that have other names
+    if issubclass(kind, torch.Tensor):  # methods are of several files, operators of other names
         named = name.startswith("__") or getattr(_innermost(value), "__name__", None) == name
         return (named and all(map(_is_torchs, chain_of(value)))) or _is_data(value)
     if isinstance(_innermost(value), FunctionType):
@@ -151,7 +151,7 @@ def _is_classes(kind: type, name: str, value: Any) -> bool:
 
 
 def _is_of_c(name: str, value: Any) -> bool:
-    """Is it of that name, and torch's or Python's own code in C, or a class of theirs?"""
+    """Return whether `value` has that name, and is a function in C or a class of torch or Python."""
     return getattr(value, "__name__", "").lstrip("_") == name.lstrip("_") and _home_of(value) in _HOMES_OF_C
 
 
@@ -161,17 +161,17 @@ def _home_of(value: Any) -> str:
 
 
 def _is_data(value: Any) -> bool:
-    """Neither called nor asked for an attribute's value; or one of typing's forms."""
+    """Return whether `value` is neither callable nor a descriptor, or is one of typing's forms."""
     kind = type(value)
     return kind.__module__ == "typing" or not (callable(value) or hasattr(kind, "__get__"))
 
 
 def _is_written_in(module: str, owner: str, name: str, value: Any) -> bool:
-    """Does the innermost function say that it is `owner`.`name` of this module, and lies its code in its file?"""
+    """Return whether the innermost function is named `owner`.`name` in this module, and its code lies in its file."""
     inner = _innermost(value)
     if not isinstance(inner, FunctionType):
         return False
-    if inner.__qualname__ == f"_default{name}":  # transformers' decorators give a class what it does not define
+    if inner.__qualname__ == f"_default{name}":  # transformers' decorators add methods to a class that lacks them
         return is_own_function(value)
     if inner.__module__ != module:
         return False
@@ -185,12 +185,12 @@ def _is_written_in(module: str, owner: str, name: str, value: Any) -> bool:
 
 
 def _is_call_chain(named: set[str], owner: str) -> bool:
-    """`nn.Module.__call__` is another of its methods under this name."""
+    """Return whether all names are of the call chain: `nn.Module.__call__` is an alias of another method of it."""
     return named <= {f"{owner}.{name}" for name in CALL_CHAIN}
 
 
 def _is_torchs(function: Any) -> bool:
-    """torch's own function, and none that computes in another dtype."""
+    """Return whether `function` is torch's own, and no wrapper that computes in another dtype."""
     if not isinstance(function, FunctionType):
         return not isinstance(function, functools.partial) and _home_of(function) in _HOMES_OF_C
     path = function.__code__.co_filename
@@ -205,7 +205,7 @@ def _innermost(value: Any) -> Any:
 
 
 def _is_harmless_wrapper(wrapper: Any) -> bool:
-    """Transformers' own decorators, a cache, and of torch's those that leave alone what is computed."""
+    """Return whether a wrapper is transformers' own, a cache, or one of torch's that leaves results unchanged."""
     if isinstance(wrapper, functools._lru_cache_wrapper):
         return True
     if not isinstance(wrapper, FunctionType):
@@ -214,7 +214,7 @@ def _is_harmless_wrapper(wrapper: Any) -> bool:
     if path.startswith(_TRANSFORMERS):
         return True
     if path == contextlib.__file__:
-        return wrapper.__code__.co_name == "helper"  # of `contextmanager`, not of a context manager as decorator
+        return wrapper.__code__.co_name == "helper"  # made by `contextmanager`, not by a context manager as decorator
     if path == f"{_TORCH}_dynamo{os.sep}eval_frame.py":
         return getattr(wrapper, "_torchdynamo_disable", False) is True
     if path == f"{_TORCH}utils{os.sep}_contextlib.py":
@@ -223,14 +223,14 @@ def _is_harmless_wrapper(wrapper: Any) -> bool:
     return False
 
 
-# -- what a module's file says -----------------------------------------------------------------------------------------
+# -- names in a module's source file -----------------------------------------------------------------------------------
 
 
 class _Source(NamedTuple):
     defined: frozenset[str]  # functions and classes
     assigned: frozenset[str]
-    states: frozenset[str]  # what functions declare `global`
-    imports: dict[str, list[tuple[str, str | None]]]  # by name: module and what of it
+    states: frozenset[str]  # names that functions declare `global`
+    imports: dict[str, list[tuple[str, str | None]]]  # by name: module and its attribute
 
 
 def _source_of(module: ModuleType) -> _Source:
@@ -257,7 +257,7 @@ def _imports(text: str, package: str) -> dict[str, list[tuple[str, str | None]]]
         bound = alias or origin.split(".")[0]
         found.setdefault(bound, []).append((origin if alias else bound, None))
     for origin, names in _IMPORT_FROM.findall(text):
-        with contextlib.suppress(ImportError):  # more dots than packages: not of this module
+        with contextlib.suppress(ImportError):  # more dots than packages: text that is no import of this module
             origin = importlib.util.resolve_name(origin, package)
         for part in re.sub(r"#.*", "", names).strip("() \t").split(","):
             if words := part.split():

@@ -1,7 +1,7 @@
-"""The hooks by which transformers collects hidden states, attentions and router logits: inert unless someone collects.
+"""Hooks by which transformers collects hidden states, attentions and router logits: inert without a collector.
 
-transformers installs them at the first forward that asks for one of these outputs, and leaves them on the modules. They
-do nothing unless a collector is set for the context, which each forward of a decoder does anew.
+transformers installs the hooks at the first forward that requests one of these outputs, and leaves them on the modules.
+They do nothing unless a collector is set for the context, which each forward of a decoder does anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOOK_NAME = "output_capturing_hook"
 
 
 def _code_of_hook() -> CodeType | None:
-    """The code of the function that transformers' installer defines; None where there is no such installer."""
+    """Return the code of the hook that transformers' installer defines; None if there is no such installer."""
     installer = getattr(output_capturing, "install_output_capuring_hook", None)  # transformers' own spelling
     if not isinstance(installer, FunctionType) or installer.__code__.co_filename != output_capturing.__file__:
         return None
@@ -30,7 +30,7 @@ _COLLECTOR: Any = getattr(output_capturing, "_active_collector", None)
 
 
 def only_captures(hook: Any) -> bool:
-    """True for transformers' own capturing hook, which does nothing where no collector is set."""
+    """Return whether `hook` is transformers' own capturing hook, which does nothing if no collector is set."""
     return (
         _CODE is not None
         and isinstance(hook, FunctionType)
@@ -41,7 +41,7 @@ def only_captures(hook: Any) -> bool:
 
 @contextmanager
 def no_capturing() -> Iterator[None]:
-    """No hook collects in here what modules compute, whoever collects outside; costs a look-up where nobody does."""
+    """Unset the collector in a ``with`` block, so that hooks collect nothing; without a collector costs a look-up."""
     if _COLLECTOR is None or _COLLECTOR.get() is None:
         yield
         return

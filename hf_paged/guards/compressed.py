@@ -1,4 +1,4 @@
-"""What compressed-tensors leaves on the modules of a model: forwards of its own, and mappings in place of dicts."""
+"""Forwards, and mappings in place of dicts, that compressed-tensors puts on the modules of a model."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import nn
 
 from hf_paged.errors import Reason
 
-# Where the wrappers are made around a layer's forward: the one that rounds, and the one that moves what it is given.
+# Functions that make the wrappers of a layer's forward: one rounds, the other moves arguments to the device.
 _ROUNDING = ("compressed_tensors.quantization.lifecycle.forward", "set_forward_quantized")
 _MOVING = ("compressed_tensors.offload.module", "offload_module")
 
 
 def is_quantized_forward(module: nn.Module) -> bool:
-    """Is the forward on this instance the wrapper that rounds weights and activations around torch's own?"""
+    """Return whether the instance's forward is the wrapper that rounds weights and activations around torch's own."""
     return type(module) in (nn.Linear, nn.Embedding) and _is_made_by(_behind(module), _ROUNDING)
 
 
 def is_known_forward(module: nn.Module) -> bool:
-    """The same, or one that only hands on to the forward of the module's class."""
+    """Return whether the instance's forward rounds in that way, or only calls the forward of the module's class."""
     behind = _behind(module)
     return behind is not None and (behind is type(module).forward or is_quantized_forward(module))
 
 
 def offload_reason(name: str, module: nn.Module) -> Reason | None:
-    """Why the tensors of a module do not lie where it computes, or None."""
+    """Return why the tensors of a module do not lie on the device that it computes on, or None."""
     for held in (module._parameters, module._buffers):
         if not isinstance(held, dict):
             here, kept = str(getattr(held, "onload_device", None)), str(getattr(held, "offload_device", None))
@@ -41,7 +41,7 @@ def offload_reason(name: str, module: nn.Module) -> Reason | None:
 
 
 def as_dicts(mappings: Iterable[Any]) -> list[dict[str, torch.Tensor | None]]:
-    """Modules' mappings of parameters or buffers, each as the dict that it is or holds."""
+    """Return each of the modules' mappings of parameters or buffers as the dict that it is or holds."""
     mappings = list(mappings)
     if _are_dicts(mappings):
         return mappings
@@ -49,7 +49,7 @@ def as_dicts(mappings: Iterable[Any]) -> list[dict[str, torch.Tensor | None]]:
 
 
 def places(mappings: Iterable[Any]) -> list[tuple]:
-    """Of those that are no dicts, where tensors are kept and where they are computed with."""
+    """Return, for each mapping that is no dict, its class and the devices that its tensors compute and are kept on."""
     mappings = list(mappings)
     if _are_dicts(mappings):
         return []
@@ -58,12 +58,12 @@ def places(mappings: Iterable[Any]) -> list[tuple]:
 
 
 def _are_dicts(mappings: list[Any]) -> bool:
-    """All of them, which is the rule, without a look at each one by itself."""
+    """Return whether all mappings are dicts, which is usual and found without a loop in Python."""
     return set(map(type, mappings)) <= {dict}
 
 
 def _behind(module: nn.Module) -> Any:
-    """The function of the forward on this instance, without what moves its arguments; None where it is no method."""
+    """Return the function of the instance's forward, without the wrapper that moves arguments; None if no method."""
     forward = vars(module).get("forward")
     if not isinstance(forward, MethodType) or forward.__self__ is not module:
         return None

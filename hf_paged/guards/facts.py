@@ -1,8 +1,8 @@
-"""What the checks of a model, and the digest of its state, read off its modules: all alike, the answers are alike.
+"""Snapshot of all that the checks of a model, and the digest of its state, read: while it holds, so do their results.
 
-The full checks take milliseconds on a large model, and most looks find what the last one found. `Facts` remembers the
-last look column by column and compares at the speed of C. It holds no module, no tensor and no object of the user's:
-what is no number, name or list of such is remembered by a weak reference.
+The full checks take milliseconds on a large model, which rarely changes between two checks. `Facts` remembers the model
+column by column and compares at the speed of C. It keeps no module, tensor or object of the user's alive: values other
+than numbers, names and containers of these are held by weak references.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_MODULES = 100_000  # a module that contains itself is left to the full che
 
 
 class _Same:
-    """Equal to one object only, which it does not keep alive."""
+    """Value that equals one object only, without keeping that object alive."""
 
     __slots__ = ("_reference",)
     __hash__ = None  # type: ignore[assignment]
@@ -45,7 +45,7 @@ class _Same:
 
 
 class _Record:
-    """Equal to an object of the same class that holds the same, as quantizers' settings are compared."""
+    """Value that equals objects of the same class with equal fields, for settings of quantizers."""
 
     __slots__ = ("_fields", "_kind")
     __hash__ = None  # type: ignore[assignment]
@@ -58,7 +58,7 @@ class _Record:
 
 
 class _Never:
-    """Equal to nothing: what cannot be compared cheaply and safely."""
+    """Value that equals nothing, in place of values that cannot be compared cheaply and safely."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
@@ -68,13 +68,13 @@ class _Never:
 
 
 class Facts:
-    """What a model was at a look."""
+    """Snapshot of a model's modules, attributes, tensors, hooks and configs."""
 
     def __init__(self, model: nn.Module) -> None:
         modules, namespaces = _walk(model, _MOST_MODULES) or ([], [])
         self._num_modules = len(modules)
         names = [tuple(name for name in namespace if _is_own(name)) for namespace in namespaces]
-        # Two names at least, since a getter of one gives no tuple.
+        # At least two names: an itemgetter of one returns no tuple.
         self._getters = [operator.itemgetter("training", "training", *own) for own in names]
         self._values = [
             tuple(map(_frozen, getter(namespace)))
@@ -91,16 +91,16 @@ class Facts:
         self._configs = [(weakref.ref(config), _frozen(vars(config))) for config in configs.values()]
 
     def hold(self, model: nn.Module) -> bool:
-        """Is everything as it was? False also where that cannot be told."""
+        """Return whether nothing changed; False also if the comparison fails."""
         try:
             return self._compare(model, with_tensors=True)
-        except Exception:  # something is gone that was there, or what is there now cannot be compared
+        except Exception:  # an attribute was removed, or a new value cannot be compared
             return False
 
     def hold_but_for_tensors(self, model: nn.Module) -> bool:
-        """Is everything as it was besides tensors, which stay of their classes, and hooks?
+        """Return whether nothing changed but hooks, and tensors within their classes.
 
-        Takes less than half the time. False also where some tensor is no plain one: such have settings of their own.
+        Takes less than half the time of `hold`. False also if a tensor is not plain: it may have settings of its own.
         """
         if self._parameter_kinds is None:
             return False
@@ -123,7 +123,7 @@ class Facts:
                 return False
         elif self._parameter_kinds != _parameter_kinds(namespaces):
             return False
-        # The remembered values on the left: they are asked whether they equal the others.
+        # Remembered values on the left, so that their __eq__ decides.
         for values, getter, namespace in zip(self._values, self._getters, namespaces, strict=True):
             if values != getter(namespace):
                 return False
@@ -135,7 +135,7 @@ def _is_own(name: str) -> bool:
 
 
 def _walk(model: nn.Module, most: int) -> tuple[list[nn.Module], list[dict]] | None:
-    """All modules inside, shared ones again and again, and what each holds; None if there are more than `most`."""
+    """Return all modules inside, shared ones repeatedly, and the attributes of each; None if more than `most`."""
     level, modules, namespaces = [model], [], []
     while level:
         held = list(map(vars, level))
@@ -149,7 +149,7 @@ def _walk(model: nn.Module, most: int) -> tuple[list[nn.Module], list[dict]] | N
 
 
 def tensors_inside(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """All parameters, each once, and all buffers, in a fixed order; torch's own walk takes ten times as long."""
+    """Return all parameters, each once, and all buffers, in a fixed order; torch's own walk takes ten times as long."""
     if (walked := _walk(model, _MOST_MODULES)) is None:
         return list(model.parameters()), list(model.buffers())
     _, namespaces = walked
@@ -160,14 +160,14 @@ def tensors_inside(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Ten
 
 
 def _structure(modules: list[nn.Module], namespaces: list[dict]) -> tuple:
-    """Classes and sizes of modules, names and numbers of the modules in each."""
+    """Return the modules' classes and numbers of attributes, and the names and numbers of their children."""
     children = list(map(_CHILDREN, namespaces))
     return (list(map(type, modules)), list(map(len, namespaces)),
             list(chain.from_iterable(filter(None, children))), list(map(len, children)))
 
 
 def _parameter_kinds(namespaces: list[dict]) -> list[type] | None:
-    """Classes of all parameters; None where a module keeps its own in no dict."""
+    """Return the classes of all parameters; None if a module keeps its parameters in no dict."""
     full = list(filter(None, map(_PARAMETERS, namespaces)))
     if not set(map(type, full)) <= {dict}:
         return None
@@ -175,9 +175,9 @@ def _parameter_kinds(namespaces: list[dict]) -> list[type] | None:
 
 
 def _columns(namespaces: list[dict]) -> tuple[tuple, list[torch.Tensor]]:
-    """Names of the modules' tensors; of each its class, dtype, device, shape, added names, bytes of its storage.
+    """Return names of the modules' tensors, and class, dtype, device, shape, attributes and storage size of each.
 
-    Tensors that hold others (quantized weights) stand after that by what they hold, and are returned beside.
+    Tensors inside of others (quantized weights) follow behind; the second result lists the tensors that hold others.
     """
     mappings = [*map(_PARAMETERS, namespaces), *map(_BUFFERS, namespaces)]
     tensors_by_module = as_dicts(mappings)
@@ -196,10 +196,10 @@ def _columns(namespaces: list[dict]) -> tuple[tuple, list[torch.Tensor]]:
 
 
 def _storage_sizes(tensors: list[Any]) -> Any:
-    """Bytes of each; a storage may be resized, so that a tensor lies outside of it."""
+    """Return the bytes of each tensor's storage, which may be resized so that the tensor lies outside of it."""
     try:
         return list(map(_NBYTES, map(_STORAGE, tensors)))
-    except Exception:  # one has no storage
+    except Exception:  # a tensor has no storage
         return _Never()
 
 
@@ -208,19 +208,19 @@ def _hooks(namespaces: list[dict]) -> list[dict]:
 
 
 def _lasting_hooks(namespaces: list[dict]) -> list[dict]:
-    """Without PEFT's hooks on LoRA layers, which come and go with calls that name adapters."""
+    """Return all hooks but PEFT's on LoRA layers, which come and go with calls that name adapters."""
     children = list(map(_CHILDREN, namespaces))
     return [without_names(hooks) if hooks and "lora_A" in inside else hooks
             for inside, hooks in zip(children * 2, _hooks(namespaces), strict=True)]
 
 
 def _frozen(value: Any, *, inside: bool = False) -> Any:
-    """What is equal to `value` as long as that is as it is, and does not keep it alive."""
+    """Return an object that equals `value` as long as `value` is unchanged, without keeping it alive."""
     if type(value) in ATOMS:
         return value
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         return _frozen_inside(value)
-    if isinstance(value, PreTrainedConfig):  # remembered by what it holds, where a module has it
+    if isinstance(value, PreTrainedConfig):  # its fields are compared where a module holds it
         return _Never() if inside else _Same(value)
     if inside and _is_record(value):
         return _Record(value)
@@ -231,7 +231,7 @@ def _frozen(value: Any, *, inside: bool = False) -> Any:
 
 
 def _is_record(value: Any) -> bool:
-    """Is it of a quantizer's classes for settings? They may be changed in place, and hold names and numbers."""
+    """Return whether `value` holds a quantizer's settings: names and numbers, which may be changed in place."""
     kind = type(value)
     return kind.__module__.startswith(_QUANTIZERS) and not {"__dataclass_fields__", "__pydantic_fields__"}.isdisjoint(
         dir(kind))
@@ -240,7 +240,7 @@ def _is_record(value: Any) -> bool:
 def _frozen_inside(value: Any) -> Any:
     kind = type(value)
     if kind in (list, tuple):
-        with suppress(RecursionError):  # it holds itself
+        with suppress(RecursionError):  # a container that holds itself
             return kind([_frozen(inner, inside=True) for inner in value])
     elif kind is dict and all(type(key) in ATOMS for key in value):
         with suppress(RecursionError):

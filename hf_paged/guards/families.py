@@ -1,6 +1,6 @@
-"""The model families that run on the paged cache: what may stand where in such a model, and what it computes.
+"""Model families that run on the paged cache: the classes of each family's modules, and how the family computes.
 
-Checked against transformers 5.17 to 5.24. A family's modeling file is imported only once such a model is met.
+Checked against transformers 5.17 to 5.24. A family's modeling file is imported only for a model of the family.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-# By attribute name: classes that may stand there, without the family's prefix. Modules of other names are called on
-# packed tokens as well, and have to be layers that work token by token (linear, embedding, LoRA, quantized).
+# By attribute name: classes of the module, without the family's prefix. Modules under other names are called on packed
+# tokens as well, and must be layers that compute each token by itself (linear, embedding, LoRA, quantized).
 _LLAMA: Mapping[str, tuple[str, ...]] = {
     "model": ("Model",),
     "layers": ("DecoderLayer",),
@@ -36,9 +36,9 @@ def _module_name(package: str) -> str:
 
 
 class Wrapper(NamedTuple):
-    """An image-text model whose `model.language_model` is the decoder of a family: calls with text alone run there.
+    """Image-text model whose `model.language_model` is the decoder of a family: calls with text alone run there.
 
-    Its head's product is the logits, whatever the family makes of it elsewhere.
+    The product of its head is the logits, also where the family itself caps or divides it.
     """
 
     package: str  # under transformers.models
@@ -46,7 +46,7 @@ class Wrapper(NamedTuple):
 
     @property
     def model_name(self) -> str:
-        """Name of the class that generates."""
+        """Name of the class that has `generate`."""
         return f"{self.prefix}ForConditionalGeneration"
 
     @property
@@ -61,26 +61,26 @@ class Wrapper(NamedTuple):
 
     @property
     def body(self) -> type:
-        """Class of its `model`, which holds the decoder beside the vision tower."""
+        """Class of the wrapper's `model`, which holds the decoder and the vision tower."""
         body: type = getattr(self.modeling, f"{self.prefix}Model")
         return body
 
 
 class Family(NamedTuple):
-    """What the adapters have to know of a family besides its modules."""
+    """Properties of a model family that executors need."""
 
     package: str  # under transformers.models
     prefix: str  # of its classes' names
     parts: Mapping[str, tuple[str, ...]] = _LLAMA
-    # Where stock's masks have a sliding window: nowhere, in all layers, or in those whose layer_type says so.
+    # Layers whose masks have a sliding window in stock: none, all, or those with such a layer_type.
     windows: Literal["none", "all", "by layer"] = "none"
-    # What its attention passes to the implementation and sdpa would leave out.
+    # Argument that its attention passes to the attention function, and that sdpa would ignore.
     beyond_sdpa: Literal["softcap", "s_aux"] | None = None
-    # What becomes of the head's product: nothing, config.final_logit_softcapping, division by config.logits_scaling.
+    # Logits: the head's product, capped by config.final_logit_softcapping, or divided by config.logits_scaling.
     logits: Literal["plain", "capped", "divided"] = "plain"
-    casts_norms: bool = False  # norms with fp32 weights hand on their input's dtype
-    fused: bool = False  # layers run by hf_paged's own code and kernels, not by their own
-    wrapper: Wrapper | None = None  # the image-text model that the decoder is inside of
+    casts_norms: bool = False  # norms with fp32 weights return their input's dtype
+    fused: bool = False  # layers run by hf_paged's code and kernels, not by transformers' modules
+    wrapper: Wrapper | None = None  # the image-text model that contains the decoder
 
     @property
     def model_name(self) -> str:
@@ -99,17 +99,17 @@ class Family(NamedTuple):
 
     @property
     def model_class(self) -> type:
-        """Class of the whole model: the wrapper's where there is one."""
+        """Class of the whole model: the wrapper's if there is a wrapper."""
         holder = self.wrapper or self
         kind: type = getattr(holder.modeling, holder.model_name)
         return kind
 
     def classes(self, part: str) -> tuple[type, ...]:
-        """Classes that may stand at an attribute of this name; () where the family has no such part."""
+        """Return the classes that an attribute of this name may hold; () if the family has no such part."""
         return tuple(getattr(self.modeling, self.prefix + name) for name in self.parts.get(part, ()))
 
     def class_names(self) -> list[str]:
-        """Names of all classes of the modeling file that may stand in a model, the causal LM's among them."""
+        """Return the names of all classes of the modeling file that a model may contain, the causal LM's included."""
         return [self.model_name, *sorted({self.prefix + name for names in self.parts.values() for name in names})]
 
 
@@ -149,7 +149,7 @@ WRAPPERS = (
 
 
 def family_of(model: Any) -> Family | None:
-    """The family of the class of `model` or of one it derives from, or of what it wraps, or None. Imports nothing."""
+    """Return the family of the class of `model`, a base class or the wrapped decoder, or None. Imports nothing."""
     names = _class_names(model)
     for family in FAMILIES:
         if (family.module_name, family.model_name) in names:

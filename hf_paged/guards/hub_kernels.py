@@ -1,8 +1,8 @@
-"""Kernels of the Hub: what the `kernels` package, once installed, makes of transformers' code, and what it replaces.
+"""Detection of Hub kernels, which the `kernels` package puts in place of transformers' modules and functions.
 
-With it, functions that a kernel may replace (RoPE) become modules around themselves when a modeling file is imported.
-`kernelize`, which `use_kernels=True` calls, puts the forward of a kernel's class on modules and on such functions;
-where it has no kernel, their own forward.
+With `kernels` installed, each function that a kernel may replace (RoPE) becomes a module around itself when a modeling
+file is imported. `kernelize`, which `use_kernels=True` calls, puts the forward of a kernel's class on modules and on
+such functions, or their own forward if it has no kernel for them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hf_paged.errors import Reason
 from hf_paged.guards.remedies import UNDO_REPLACEMENT
 from hf_paged.guards.wrapped_forward import called_name
 
-# What a kernel may stand in for, by transformers' names: each of these looks at one token alone.
+# Layers that a kernel may replace, by transformers' names: each of these computes each token by itself.
 TOKENWISE = frozenset({
     "RMSNorm", "SiLU", "GeLU", "GeluTanh", "NewGELU", "FastGELU", "QuickGELU", "SwiGLUMLP", "GeGLUMLP", "Linear",
     "rotary_pos_emb",
 })
 _LAYERS = "kernels.layer.layer"  # the module that loads kernels
-_numbers: dict[Any, int] = {}  # by forward of a kernel, held, so that no other one gets its number
+_numbers: dict[Any, int] = {}  # by forward of a kernel, kept alive so that no later one equals it
 
 
 def function_inside(value: Any) -> FunctionType | None:
-    """The function that `kernels` made a module of, or None where `value` is no such module."""
+    """Return the function that `kernels` made the module `value` of; None if `value` is no such module."""
     if not (isinstance(value, nn.Module) and type(value).__module__ == _LAYERS):
         return None
     forward = vars(type(value)).get("forward")
@@ -38,12 +38,12 @@ def function_inside(value: Any) -> FunctionType | None:
 
 
 def functions_of(modeling: ModuleType) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every function of a modeling file that a kernel may replace."""
+    """Return (name, module) of every function of a modeling file that a kernel may replace."""
     return [(name, value) for name, value in vars(modeling).items() if function_inside(value) is not None]
 
 
 def replaced_forward(module: nn.Module) -> Any:
-    """What stands for the class's forward on the instance, or None: nothing, or that very forward."""
+    """Return the instance's own forward; None if it has none or it is the forward of its class."""
     forward = vars(module).get("forward")
     if type(forward) is not MethodType or forward.__self__ is not module:
         return forward
@@ -51,13 +51,13 @@ def replaced_forward(module: nn.Module) -> Any:
 
 
 def kernel_of(module: nn.Module) -> str | None:
-    """Name of the kernel that runs in place of the module's forward, or None where none does."""
+    """Return the name of the kernel that runs in place of the module's forward, or None."""
     forward = replaced_forward(module)
     return forward.__qualname__.removesuffix(".forward") if forward is not None and forward in _loaded() else None
 
 
 def runs_kernels(model: nn.Module, modeling: ModuleType) -> bool:
-    """Does a kernel run in place of a module's forward, or of a function of the modeling file?"""
+    """Return whether a kernel runs in place of a module's forward, or of a function of the modeling file."""
     if not _loaded():
         return False
     modules = itertools.chain(model.modules(), (function for _, function in functions_of(modeling)))
@@ -65,14 +65,14 @@ def runs_kernels(model: nn.Module, modeling: ModuleType) -> bool:
 
 
 def kernel_numbers(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, int]]:
-    """(name, number) of modules that a kernel runs for: the same number for the very same kernel."""
+    """Return (name, number) of the modules that a kernel runs for: the same number for the very same kernel."""
     forwards = [(name, replaced_forward(module)) for name, module in modules if "forward" in vars(module)]
     loaded = _loaded() if forwards else set()
     return [(name, _numbers.setdefault(forward, len(_numbers))) for name, forward in forwards if forward in loaded]
 
 
 def replacement_reason(name: str, module: nn.Module, *, calls_modules: bool) -> Reason | None:
-    """Why the forward on this instance cannot run natively, or None. `calls_modules`: modules run as they stand."""
+    """Return why the instance's forward cannot run natively, or None; `calls_modules`: the executor calls modules."""
     if replaced_forward(module) is None:
         return None
     if (kernel := kernel_of(module)) is None:
@@ -92,6 +92,6 @@ def replacement_reason(name: str, module: nn.Module, *, calls_modules: bool) -> 
 
 
 def _loaded() -> set[Any]:
-    """Forwards of all kernels that were loaded in this process."""
+    """Return the forwards of all kernels that were loaded in this process."""
     layers = getattr(sys.modules.get(_LAYERS), "_CACHED_LAYER", {})
     return {layer.forward for layer in list(layers.values())}

@@ -1,4 +1,4 @@
-"""The plain tensors that a weight of a quantized kind is made of: theirs are the bytes to watch."""
+"""Plain tensors that a quantized weight consists of: changes of the weight show in their bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BITSANDBYTES = "bitsandbytes."
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    """A plain tensor itself, of a wrapper all that it holds, in a fixed order; None where that cannot be told.
+    """Return a plain tensor itself, or the plain tensors in a wrapper, in a fixed order; None if these are unknown.
 
-    Wrappers (torchao, optimum-quanto) say it by `__tensor_flatten__`, as torch asks of those that it compiles.
-    bitsandbytes' parameters are bytes of their own and hold the scales in an object beside them.
+    Wrappers (torchao, optimum-quanto) list them by `__tensor_flatten__`, which torch requires of compiled subclasses.
+    A parameter of bitsandbytes holds bytes itself, and the scales in an object beside them.
     """
     kind = type(tensor)
     if kind in PLAIN:
@@ -35,9 +35,9 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
 
 
 def watched(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """All of them, each by its inner tensors."""
+    """Return the plain tensors, and of other tensors the inner ones."""
     found: list[torch.Tensor] = []
-    with torch._C.DisableTorchFunctionSubclass():  # the wrappers' own, which takes longer than all the rest
+    with torch._C.DisableTorchFunctionSubclass():  # dispatch by the wrappers would take most of the time
         for tensor in tensors:
             if type(tensor) in PLAIN:
                 found.append(tensor)
@@ -47,7 +47,7 @@ def watched(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def made_of(tensor: torch.Tensor) -> Any:
-    """What a wrapper says of itself besides its tensors (shape, group size, how activations are rounded), or None."""
+    """Return a wrapper's settings besides its tensors (shape, group size, rounding of activations), or None."""
     if type(tensor) in PLAIN or not hasattr(type(tensor), "__tensor_flatten__"):
         return None
     names, meta = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def made_of(tensor: torch.Tensor) -> Any:
 
 
 def _of_state(state: Any) -> Iterator[torch.Tensor]:
-    """Scales and code book of a bitsandbytes `QuantState`, and of the one that its scales were quantized with."""
+    """Yield scales and code book of a bitsandbytes `QuantState`, and of the state that quantized its scales."""
     if not type(state).__module__.startswith(_BITSANDBYTES):
         return
     for value in vars(state).values():

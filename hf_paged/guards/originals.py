@@ -1,4 +1,4 @@
-"""The originals of what a call runs through: taken at import, and when a family's modeling file is first met."""
+"""Original functions that a call runs through: recorded at import, and when a family's modeling file is first used."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from hf_paged.guards.at_home import Place, is_own_function
 from hf_paged.guards.families import FAMILIES, Family, Wrapper
 from hf_paged.guards.own_code import Originals, of_tensors
 
-# Methods that decide what stock generate feeds its forward and what becomes of the result.
+# Methods that decide the inputs of stock generate's forward and the use of its result.
 DECIDING_METHODS = (
     "forward", "__call__", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
     "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_optimize_model_for_decode",
     "_has_unfinished_sequences", "get_compiled_call",
 )
 _FAMILIES: dict[tuple[str, Wrapper | None], Originals] = {}
-_ENTRIES: dict[Any, Originals] = {}  # by function of transformers' in a registry
+_ENTRIES: dict[Any, Originals] = {}  # by transformers' function in a registry
 _NOT_IN_A_FORWARD = frozenset({"extra_repr", "reset_parameters", "_init_weights", "kernel_condition"})
 
 
 @functools.cache
 def of_class(kind: type) -> Originals:
-    """Of a class of modules, processors or criteria: what its objects run when they are called, and are made by."""
+    """Return the originals of a class of modules, processors or criteria: what its objects run when made and called."""
     names: Iterable[str] = _functions_of(kind)
     if issubclass(kind, nn.Module):
-        names = ("__call__", "forward") if kind.forward is not nn.Module.forward else ("__call__",)  # a container
+        names = ("__call__", "forward") if kind.forward is not nn.Module.forward else ("__call__",)  # or a container
     package = kind.__module__.split(".")[0]
     return Originals([(kind, name) for name in names], packages=() if package == "torch" else (f"{package}.",))
 
 
 def of_family(family: Family) -> Originals:
-    """Of all classes that may stand in a model of this family; its modeling file is imported."""
+    """Return the originals of all classes that a model of this family may contain; imports its modeling file."""
     key = family.package, family.wrapper
     if key not in _FAMILIES:
         bindings = [Place(family.modeling, name) for name in family.class_names()]
         if (wrapper := family.wrapper) is not None:
             bindings += [Place(wrapper.modeling, kind.__name__) for kind in (family.model_class, wrapper.body)]
         classes = Originals(bindings)
-        if classes.patched() is not None:  # whose classes these are, nobody knows: look again at the next call
+        if classes.patched() is not None:  # unknown classes: they must not be recorded as original
             return classes
         _FAMILIES[key] = _of_family(family, bindings)
     return _FAMILIES[key]
@@ -69,12 +69,12 @@ def _of_family(family: Family, bindings: list[Place]) -> Originals:
 
 
 def patched_class(kinds: Iterable[type]) -> str | None:
-    """The first method or function that somebody replaced of all that objects of these classes run, or None."""
+    """Return the first replaced method or function among all that objects of these classes run, or None."""
     return next((place for kind in kinds if (place := of_class(kind).patched()) is not None), None)
 
 
 def patched_entry(function: Any) -> str | None:
-    """As `patched_class`, for an entry of a registry; its own name where it is none of transformers' functions."""
+    """Return `patched_class` of an entry of a registry; its own name if it is no function of transformers."""
     if function not in _ENTRIES:
         if not is_own_function(function):
             return str(getattr(function, "__qualname__", function))
@@ -83,7 +83,7 @@ def patched_entry(function: Any) -> str | None:
 
 
 def _functions_of(kind: type) -> Iterator[str]:
-    """Names of the functions that a class defines; of one that is no module also those it inherits, `__init__` too."""
+    """Yield names of the functions that a class defines; if it is no module, also of inherited ones and `__init__`."""
     definers = (kind,) if issubclass(kind, nn.Module) else kind.__mro__[:-1]
     for definer in definers:
         for name, value in vars(definer).items():
@@ -93,7 +93,7 @@ def _functions_of(kind: type) -> Iterator[str]:
 
 
 def _take_early() -> None:
-    """What is imported already, before anybody has much time to patch it."""
+    """Record what is imported already, before other code has much time to patch it."""
     for module in (logits_process, stopping_criteria):
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__:

@@ -1,7 +1,7 @@
-"""Is the code that the native path stands in for still what transformers and torch brought along?
+"""Detection of patches in the code of transformers and torch that the native path stands in for.
 
-`Originals` holds what stood where when it was made: whatever the code that is reached from some methods gets at by the
-names that it mentions. A look compares identities, all at once.
+`Originals` records the values that code, reached from some methods, finds by the names in it. A check compares their
+identities, all in one pass.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hf_paged.guards import at_home
 from hf_paged.guards.at_home import ABSENT, CALL_CHAIN, Place, is_at_home, package_of
 from hf_paged.guards.hub_kernels import function_inside
 
-# Functions of these modules are looked into for what they call.
+# Modules whose functions are searched for what they call.
 _ENTERED = ("transformers.", "torch.nn.modules.", "torch.nn.functional", "hf_paged.parallel.layers")
-# What Python's syntax asks an object's class for, without a name in the code.
+# Methods that Python's syntax calls without a name in the code.
 _UNNAMED = ("__call__", "__getattribute__", "__getattr__", "__getitem__", "__iter__", "__len__", "__bool__",
             "__contains__")
-# Any tensor's operators, and what else Python asks of it.
+# Operators and other special methods of tensors.
 _OPERATORS = tuple(name for name in dir(torch.Tensor) if name.startswith("__"))
-# What these define is how modules and models are made, moved and saved.
+# Classes whose methods make, move and save modules and models.
 _NOT_COMPUTING = frozenset(PreTrainedModel.__mro__) - frozenset(GenerationMixin.__mro__)
-# Classes of theirs matter where an option asks for them.
+# Modules whose classes matter only if an option uses them.
 _LEFT_TO_OPTIONS = ("transformers.generation.logits_process", "transformers.generation.stopping_criteria")
 _MODULES_OWN = frozenset((*CALL_CHAIN, *_UNNAMED))
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
@@ -39,12 +39,12 @@ _MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 class Originals:
-    """What the code reached from `roots` was when this was made.
+    """Record of the code reached from `roots`, as it was when the record was made.
 
     Args:
         roots: methods to start from, as attributes of classes or modules.
-        functions: functions that stand in no class or module under a name of their own (entries of a registry).
-        packages: modules whose names begin so are looked into, besides transformers and torch's layers.
+        functions: further functions to start from, which no class or module has under their name (registry entries).
+        packages: prefixes of the names of further modules to search, besides transformers and torch's layers.
     """
 
     def __init__(self, roots: Iterable[tuple[Any, str]] = (), functions: Iterable[Any] = (),
@@ -54,7 +54,7 @@ class Originals:
         self._table = self._take(_Table({}, {}))
 
     def _take(self, before: _Table) -> _Table:
-        """What the code reaches now, besides what was watched `before`, of which the originals stay what they were."""
+        """Return the table of what the code reaches now and of places watched `before`, which keep their originals."""
         walk = _Walk((*_ENTERED, *self._packages))
         for holder, name in self._roots:
             walk.watch(holder, name)
@@ -66,15 +66,15 @@ class Originals:
 
     @property
     def places(self) -> list[Place]:
-        """All that is watched."""
+        """All watched places."""
         return self._table.places
 
     def names(self, holder: Any) -> frozenset[str]:
-        """Names for which code asks this class or module."""
+        """Return the names that code looks up in this class or module."""
         return frozenset(name for held_by, name in self.places if held_by is holder)
 
     def patched(self) -> str | None:
-        """The first place that holds something else than it did, or that never held its own; None: all is as it was."""
+        """Return the first place, as text, that does not hold its original value; None if all places hold theirs."""
         table = self._latest()
         if table.holds():
             return None
@@ -82,7 +82,7 @@ class Originals:
         return next((str(place) for place, found in others if not _is_deepspeeds_linear(place, found)), None)
 
     def version(self) -> int:
-        """A number that is the same whenever the places hold the very same; 0 as long as they are as they were."""
+        """Return a number that is the same whenever the places hold the same values; 0 if these are the originals."""
         table = self._latest()
         if table.holds():
             return 0
@@ -90,20 +90,20 @@ class Originals:
         for number, values in enumerate(self._versions):
             if len(values) == len(now) and all(map(operator.is_, now, values)):
                 return number + 1
-        self._versions.append(now)  # held, so that no other function gets its id
+        self._versions.append(now)  # kept alive, so that no other function gets its id
         return len(self._versions)
 
     def _latest(self) -> _Table:
         table = self._table
         patched_first = [place for place, value in table.expected() if value is _MISSING] if table.lacks_any else ()
         if any(is_at_home(place, value_of(place)) for place in patched_first):
-            # Such a patch is gone: nobody knew what the code behind it reaches.
+            # A patch was undone: what the original code reaches was unknown before.
             self._table = table = self._take(table)
         return table
 
 
 def _is_deepspeeds_linear(place: Place, value: Any) -> bool:
-    """Under ZeRO-3 `linear` is the same product, which only keeps less for a backward."""
+    """Return whether `value` is ZeRO-3's `linear`: the same product, which only keeps less for a backward."""
     named = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     return (place.holder is torch.nn.functional and place.name == "linear"
             and named == ("deepspeed.runtime.zero.linear", "zero3_linear_wrap"))
@@ -118,10 +118,10 @@ def _own_value(place: Place) -> Any:
 
 
 class _Table:
-    """Reads many places at the speed of C. Classes are asked for what is theirs alone: nobody's code runs."""
+    """Table that reads many places at the speed of C, from the dicts of their holders: no user's code runs."""
 
     def __init__(self, by_key: dict[tuple[int, str], Place], values: dict[tuple[int, str], Any]) -> None:
-        """Of places, what they hold where they hold their own: a value, `ABSENT`, or `_MISSING` where nobody knows."""
+        """Arrange places and their original `values`: an object, `ABSENT`, or `_MISSING` if the original is unknown."""
         held = [place for key, place in by_key.items() if values[key] is not ABSENT]
         nothing = [place for key, place in by_key.items() if values[key] is ABSENT]
         spaces = _by_holder([place for place in held if not isinstance(place.holder, _OF_PARTS)])
@@ -132,20 +132,20 @@ class _Table:
         self._values = [values[_key(place)] for place in held]
         self.places = held + nothing
         self.lacks_any = any(value is _MISSING for value in self._values)
-        # What is put where nothing is would come before what the code gets at otherwise.
+        # A value put into an empty place would shadow what the code finds otherwise.
         empty = _by_holder(nothing)
         self._keys, self._missing = [_space(holder).keys() for holder, _ in empty], [frozenset(n) for _, n in empty]
 
     def expected(self) -> Iterator[tuple[Place, Any]]:
-        """Every place with what it holds where it holds its own."""
+        """Return every place with its original value."""
         return zip(self.places, itertools.chain(self._values, itertools.repeat(ABSENT)), strict=False)
 
     def originals(self) -> dict[tuple[int, str], Any]:
-        """What is known of that."""
+        """Return the known original values."""
         return {_key(place): value for place, value in self.expected() if value is not _MISSING}
 
     def holds(self) -> bool:
-        """Does every place hold its own, and is nothing where nothing was?"""
+        """Return whether every place holds its original value, and empty places are empty."""
         found = itertools.chain.from_iterable(map(map, self._getters, self._names, itertools.repeat(_ABSENTS)))
         try:
             if not all(map(_ARE_DISJOINT, self._keys, self._missing)):
@@ -156,13 +156,13 @@ class _Table:
             return False
 
 
-_OF_PARTS = (FunctionType, CellType)  # that have attributes, where others have names in a dict
+_OF_PARTS = (FunctionType, CellType)  # holders of attributes; other holders have a dict
 _ABSENTS = itertools.repeat(ABSENT)
 _ARE_DISJOINT: Callable[[Any, Any], bool] = type({}.keys()).isdisjoint
 
 
 def value_of(place: Place) -> Any:
-    """What a place holds now, or `ABSENT`."""
+    """Return the value that a place holds now, or `ABSENT`."""
     if not isinstance(place.holder, _OF_PARTS):
         return _space(place.holder).get(place.name, ABSENT)
     try:
@@ -172,7 +172,7 @@ def value_of(place: Place) -> Any:
 
 
 def _space(holder: Any) -> Mapping[str, Any]:
-    """What a class, module or other object holds by name; a function's defaults are such a dict themselves."""
+    """Return the dict of a class, module or other object; a function's keyword defaults are a dict themselves."""
     return holder if type(holder) is dict else vars(holder)
 
 
@@ -184,18 +184,18 @@ def _by_holder(places: list[Place]) -> list[tuple[Any, list[str]]]:
 
 
 class _Walk:
-    """Collects the places that some code reaches. Names are not told apart by what they are attributes of."""
+    """Walk that collects the places that some code reaches, whatever object a name in the code is an attribute of."""
 
     def __init__(self, entered: tuple[str, ...]) -> None:
         self.places: dict[tuple[int, str], Place] = {}
         self._entered_modules = entered
         self._entered: set[tuple[FunctionType, Any]] = set()
-        self._names: set[str] = set()  # that any code mentioned
-        self._owners: dict[type, None] = {}  # classes of objects that code gets at by itself, in order
-        self._changeable: dict[type, tuple[type, ...]] = {}  # of a class and what it inherits from, what can be patched
+        self._names: set[str] = set()  # that occur in any entered code
+        self._owners: dict[type, None] = {}  # classes that code reaches or belongs to, in order
+        self._changeable: dict[type, tuple[type, ...]] = {}  # patchable classes of a class's MRO
 
     def watch(self, holder: Any, name: str) -> None:
-        """What a holder has under a name, or has not, and what its code reaches; a class also what it inherits."""
+        """Watch a name of a holder, present or absent, and what its code reaches; for a class along its MRO."""
         for inherited in self._line_of(holder) if isinstance(holder, type) else (holder,):
             value = vars(inherited).get(name, ABSENT)
             if self._add(inherited, name) and value is not ABSENT and not isinstance(value, type):
@@ -217,7 +217,7 @@ class _Walk:
         return True
 
     def enter(self, function: Any, owner: type | None) -> None:
-        """Everything that a function's code, and that of what it wraps, names; as a method of `owner`."""
+        """Watch every name in the code of a function, a method of `owner`, and of the functions that it wraps."""
         for layer in at_home.chain_of(function):
             if not isinstance(layer, FunctionType) or (layer, owner) in self._entered:
                 continue
@@ -238,7 +238,7 @@ class _Walk:
                 self._watch_methods(owner, names)
 
     def close(self) -> None:
-        """Code asks other objects than its own: every class, for every name that was mentioned."""
+        """Watch all collected names in all collected classes: code also calls methods of other objects."""
         known = -1
         while known < len(self.places):
             known = len(self.places)
@@ -263,11 +263,11 @@ class _Walk:
                 self.watch(owner, name)
 
     def _reach(self, module: ModuleType, name: str, names: set[str]) -> None:
-        """What the code of a module gets at by the name of a global."""
+        """Watch what the code of a module reaches by the name of a global."""
         value = vars(module).get(name, ABSENT)
         builtins = sys.modules["builtins"]
         if value is ABSENT:
-            if hasattr(builtins, name):  # nothing stands before it
+            if hasattr(builtins, name):  # a global of that name would shadow the builtin
                 self._add(module, name)
                 self._add(builtins, name)
             return
@@ -281,7 +281,7 @@ class _Walk:
         elif isinstance(value, type):
             if package_of(value) == "transformers" and value.__module__ not in _LEFT_TO_OPTIONS:
                 self._owners.setdefault(value)
-        elif type(value).__module__.startswith("transformers."):  # a registry: how it is asked
+        elif type(value).__module__.startswith("transformers."):  # a registry: watch its look-ups
             asked = {attribute for attribute in names if hasattr(type(value), attribute)}
             self._watch_methods(type(value), asked)
             for attribute in asked:
@@ -304,7 +304,7 @@ def _is_changeable(kind: type) -> bool:
 
 
 def _matters(owner: type, name: str) -> bool:
-    """Is what `owner` has under this name, or has not, more than what every module inherits?"""
+    """Return whether the name in `owner` is absent, or more than what every module inherits."""
     for definer in owner.__mro__:
         if name in vars(definer):
             return definer not in _NOT_COMPUTING or (definer is nn.Module and name in _MODULES_OWN)
@@ -320,5 +320,5 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def of_tensors() -> list[tuple[Any, str]]:
-    """Roots: what Python's syntax runs on tensors."""
+    """Return roots for the methods that Python's syntax runs on tensors."""
     return [(kind, name) for kind in (nn.Parameter, torch.Tensor) for name in _OPERATORS]

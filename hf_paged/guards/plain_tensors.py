@@ -1,4 +1,4 @@
-"""Tensors that modules keep as plain attributes: neither parameters nor buffers, and yet part of what they compute."""
+"""Tensors that modules keep as plain attributes: neither parameters nor buffers, yet used in computing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 from hf_paged.errors import Reason
 from hf_paged.guards.remedies import DEQUANTIZE, ONE_DEVICE
 
-# What every module has; of these, no value is a tensor of the module's own beside its parameters and buffers.
+# Attributes of every module; none of them holds tensors other than parameters and buffers.
 STANDARD = frozenset(vars(nn.Module()))
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type})
 _CONTAINERS = (list, tuple, dict)
-# RoPE of the "longrope" type makes it in its first forward, and reads it beyond the lengths that run natively.
+# RoPE of the "longrope" type makes this tensor in its first forward, and reads it beyond the lengths that run natively.
 _MADE_BY_FORWARDS = "long_inv_freq"
 
 
 def plain_tensors(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every such tensor, also those in lists, tuples and dicts, in a fixed order."""
+    """Return (name, tensor) of every plain attribute, also in lists, tuples and dicts, in a fixed order."""
     found: list[tuple[str, torch.Tensor]] = []
     for path, module in modules:
         for key, value in vars(module).items():
@@ -40,7 +40,7 @@ def _inside(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str
 
 
 def unwatchable(found: list[tuple[str, torch.Tensor]], device: torch.device) -> Reason | None:
-    """Why changes of one of these cannot be noticed, or None. `device` is the model's."""
+    """Return why changes of one of these tensors cannot be detected, or None. `device` is the model's."""
     for name, tensor in found:
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
             return Reason("{} is a {}, whose bytes cannot be watched for changes", name, type(tensor).__name__,

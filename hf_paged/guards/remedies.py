@@ -1,4 +1,4 @@
-"""What to change where a model is not as its class promises: sentences that several reasons share."""
+"""Remedies that several reasons share: what to change in a model that is not as its class promises."""
 
 from __future__ import annotations
 

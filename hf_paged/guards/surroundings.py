@@ -1,4 +1,4 @@
-"""What surrounds a call and reaches into all that torch computes in it."""
+"""Global hooks and torch modes that change all that torch computes in a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_paged.guards.remedies import REMOVE_HOOK
 
 
 def surroundings_reason() -> Reason | None:
-    """Why nothing can be computed here and now as stock would compute it, or None."""
+    """Return why global hooks or modes keep the engine from computing as stock would, or None."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return Reason("global forward hooks are registered", remedy=REMOVE_HOOK)
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):

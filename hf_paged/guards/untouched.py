@@ -1,4 +1,4 @@
-"""Is a model made of the same modules as before, with the same hooks? Asked in every eager step, so it is quick."""
+"""Comparison of a model's modules and hooks with earlier ones; it runs in every eager step, so it is quick."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import nn
 
 
 class Untouched:
-    """What was looked up of the modules in a root when this was made is so while it `holds`; parameters aside."""
+    """Record of the modules in a root: while it `holds`, earlier look-ups in them are valid, but for parameters."""
 
     def __init__(self, root: nn.Module) -> None:
         modules = list(root.modules())
-        self._root = root._modules  # which does not keep it alive
+        self._root = root._modules  # the dict does not keep the root alive
         self._spaces = list(map(vars, modules))
         self._children = [module._modules for module in modules if module._modules]
         self._inside = list(chain.from_iterable(map(dict.values, self._children)))
-        # A LoRA layer is called as it stands, whatever hooks PEFT has on it.
+        # PEFT's hooks on a LoRA layer come and go; the layer is called as it stands.
         before = [module._forward_pre_hooks for module in modules if "lora_A" not in module._modules]
         self._hooks = [*(module._forward_hooks for module in modules), *before]
         self._counts, self._replaced = self._count_hooks(), self._replaced_forwards()
 
     def holds(self, root: nn.Module) -> bool:
-        """Is this the root, nothing was put in place of a module or of its forward, and no hook came or went?"""
+        """Return whether this is the root, and no module, forward of an instance or number of hooks changed."""
         if root._modules is not self._root:
             return False
         inside = list(chain.from_iterable(map(dict.values, self._children)))

@@ -1,4 +1,4 @@
-"""Wrappers that a library put around a model's forward, on the instance: which of them compute what it computes."""
+"""Wrappers that libraries put around a model's forward on the instance, and that do not change its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_paged.guards.remedies import UNDO_REPLACEMENT
 
 
 def wrapped_forward_reason(model: Any) -> Reason | None:
-    """Known are accelerate's mixed precision, TRL's fused head, torch.compile."""
+    """Return why the instance's forward is unknown, or None (accelerate, TRL's fused head, torch.compile)."""
     if _autocast_contexts(model.__dict__["forward"], model) is None:
         return Reason("forward is replaced on the instance by {}, a wrapper that hf_paged does not know",
                       called_name(model.__dict__["forward"]), remedy=UNDO_REPLACEMENT)
@@ -20,22 +20,22 @@ def wrapped_forward_reason(model: Any) -> Reason | None:
 
 
 def autocast_of_wrapper(model: Any, device_type: str) -> torch.autocast | None:
-    """The autocast that known wrappers enter last before the class's forward, of those for this type of device."""
+    """Return the autocast for this type of device that known wrappers enter last before the forward, or None."""
     contexts = _autocast_contexts(model.__dict__["forward"], model) or []
     return next((context for context in reversed(contexts) if context.device == device_type), None)
 
 
 def called_name(wrapper: Any) -> str:
-    """A function's full name, or that of the class of another callable."""
+    """Return the full name of a function, or of the class of another callable."""
     function = getattr(wrapper, "__func__", wrapper)
     named = function if isinstance(function, FunctionType) else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def _autocast_contexts(wrapper: Any, model: Any) -> list[torch.autocast] | None:
-    """The autocast contexts met while unwrapping down to the class's forward, or None where anything else wraps it."""
+    """Return the autocast contexts between a wrapper and the class's forward; None if there is an unknown wrapper."""
     contexts: list[torch.autocast] = []
-    own = _with_wrapped(type(model).forward)  # accelerate's unwrap_model(keep_fp32_wrapper=False) takes decorators too
+    own = _with_wrapped(type(model).forward)  # accelerate's unwrap_model(keep_fp32_wrapper=False) removes decorators
     while (wrapper := getattr(wrapper, "__func__", wrapper)) not in own:
         if (bound := _wrapped_method(wrapper)) is not None:
             if getattr(bound, "__self__", None) is not model:  # a deep copy's wrapper still runs the original's forward
@@ -61,9 +61,9 @@ def _with_wrapped(function: Any) -> list[Any]:
 
 
 def _wrapped_method(wrapper: Any) -> Any:
-    """What `torch.compile` compiled, or what TRL's `add_fused_lm_head` replaced; None for any other wrapper.
+    """Return the method that `torch.compile` compiled or TRL's `add_fused_lm_head` replaced; None for other wrappers.
 
-    TRL's calls what it replaced wherever `fused_lm_head=True` is not asked for.
+    TRL's wrapper calls the replaced method unless `fused_lm_head=True` is given.
     """
     if not isinstance(wrapper, FunctionType):
         return None

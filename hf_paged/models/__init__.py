@@ -1,4 +1,4 @@
-"""The model families that run on the paged cache: some fused, the others as stock modules around paged attention."""
+"""Executors of model families on the paged cache: fused ones, and stock modules around paged attention."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SUPPORTED = tuple(one.model_name for one in (*FAMILIES, *WRAPPERS))
 
 
 def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None:
-    """What makes the executor for the class of `model` or one it derives from, or None.
+    """Return a factory of the executor for the class of `model` or a base class, or None.
 
-    A model that runs kernels of the Hub keeps them: none of its modules are replaced by hf_paged's.
+    A model that runs kernels of the Hub keeps them: hf_paged replaces none of its modules.
     """
     family = family_of(model)
     if family is None:

@@ -1,4 +1,4 @@
-"""What LoRA adds to the products of linear layers that read one input: shrunk before them, added by who reads them."""
+"""LoRA updates of linear layers that read one input: shrunk before their product, added by the kernel that reads it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from hf_paged.models.lora_rows import AdapterRows
 
 
 class AdaptedLayers:
-    """Linear layers that read one input and whose products are their bases', with what LoRA adds by kernels.
+    """Adapters of linear layers that read one input; kernels add their LoRA updates to the base layers' product.
 
     Entries of the table: the active adapters, then each adapter alone, by name.
     """
 
     def __init__(self, table: LoraTable, has_active: bool) -> None:
-        """`has_active`: the first entry adds something."""
+        """Keep the table; `has_active`: whether its first entry adds an update."""
         self._table, self._has_active = table, has_active
 
     def tensors(self) -> list[torch.Tensor]:
-        """What kernels find the adapters by."""
+        """Return the tensors by which kernels find the adapters."""
         return [self._table.places, self._table.scales]
 
     def table(self, rows: AdapterRows | None) -> LoraTable | None:
-        """Where their adapters lie; None: nothing is added to any row."""
+        """Return the table of the rows' adapters; None if nothing is added to any row."""
         return self._table if rows is not None or self._has_active else None
 
     def delta(self, hidden: torch.Tensor, rows: AdapterRows | None,
               shrunk: torch.Tensor | None = None) -> Delta | None:
-        """What is to be added to the bases' product of `hidden` [T, k]; None: nothing.
+        """Return the update to add to the base layers' product of `hidden` [T, k]; None if there is none.
 
-        To be called before that product is taken, which hides what it waits for. `shrunk`: of `hidden`, where the
-        kernel that made it has made that, too.
+        To be called before that product is computed, which hides the latency of shrinking. `shrunk`: `hidden` times A,
+        if the kernel that made `hidden` has computed it, too.
         """
         if (table := self.table(rows)) is None:
             return None
@@ -44,9 +44,10 @@ class AdaptedLayers:
 
 def silu_mul_of(product: torch.Tensor, delta: Delta, following: AdaptedLayers | None,
                 rows: AdapterRows | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """silu(gate) * up [T, I] of gates and ups [T, 2 * I] to which `delta` is added; the product may be written.
+    """Return silu(gate) * up [T, I] of gates and ups [T, 2 * I] plus `delta`; may overwrite the product.
 
-    Beside it what is shrunk of it for the layers that read it, if they add anything, where that is cheaper together.
+    The second result is its shrunk form for the `following` layers, if they add anything and one kernel for both is
+    cheaper, else None.
     """
     return lora_expand_silu_mul_unchecked(product, *delta, None if following is None else following.table(rows))
 

@@ -1,4 +1,4 @@
-"""Tensors that keep memory allocated which is read by its address, whoever re-points a parameter."""
+"""Aliases of tensors: they keep memory that kernels read by address allocated, even if a parameter is re-pointed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 def aliases(tensors: Sequence[torch.Tensor], held: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Aliases of all `tensors`: those that were `held` before, if they still are."""
-    # By storage: one that was resized may have lent its address to another, which nobody holds.
+    """Return aliases of all `tensors`: the `held` tensors if they still are aliases, else new ones."""
+    # Compare storages: after a resize, another storage that nothing keeps alive may have the old address.
     is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
     are_held = len(held) == len(tensors) and all(map(is_alias, held, tensors))
     return held if are_held else [tensor.detach() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""What the runner needs of a model family: its KV shapes, its layers on packed tokens, and what it recognises."""
+"""Interface between the runner and a model family: KV shapes, layers on packed tokens, and reasons against a model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from hf_paged.models.tokenwise import quantization_state
 from hf_paged.models.tuners import BASE, AdapterCounts, adapter_state, is_lora, row_reason, states_by_adapter
 from hf_paged.parallel.group import ParallelGroup, group_of
 
-_KNOWN_LAYERS = (torch.nn.Linear, torch.nn.Embedding)  # of which `recognise` allows no other code
+_KNOWN_LAYERS = (torch.nn.Linear, torch.nn.Embedding)  # whose code eligibility requires to be torch's
 
 
 class KVSpec(NamedTuple):
-    """Shape of the cache a model needs: per layer K and V of [num_blocks, block_size, num_kv_heads, head_dim].
+    """Shape of the cache that a model needs: per layer K and V of [num_blocks, block_size, num_kv_heads, head_dim].
 
-    ``cache_dtype`` is theirs, ``compute_dtype`` that of the embedding, with which the hidden states begin. They are one
-    but for calls under autocast, whose linear layers and attention compute in ``cache_dtype``. Heads are a rank's.
+    ``cache_dtype`` is the dtype of K and V, ``compute_dtype`` that of the embedding and the first hidden states. They
+    differ only under autocast, where linear layers and attention compute in ``cache_dtype``. Heads are one rank's.
     """
 
     num_layers: int
@@ -50,17 +50,17 @@ class KVSpec(NamedTuple):
     device: torch.device
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes that one block takes over all layers."""
+        """Return the bytes that one block takes over all layers."""
         return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
 
 
 class Look:
-    """What was read off a model's modules, and is so while `facts` hold. Keeps no tensor alive.
+    """Values read off a model's modules, valid while `facts` hold. Keeps no tensor alive.
 
-    ``state``: constants, active adapters, how quantized layers are set up. ``called_kinds``: classes of the layers that
-    are called as they stand, but for torch's. ``dtypes``: of parameters of floats. ``adapters``: by name, what the
-    result of a row under this LoRA adapter depends on in place of the active ones. ``found``: under what ambient state
-    nothing spoke against the model, and what else that depends on.
+    ``state``: constants, active adapters and settings of quantized layers, as text. ``called_kinds``: classes of the
+    layers that are called as they stand, without torch's. ``dtypes``: dtypes of floating-point parameters.
+    ``adapters``: by name of a LoRA adapter, the state for rows under it in place of ``state``. ``found``: conditions
+    besides the modules under which eligibility found nothing against the model, or None.
     """
 
     def __init__(self, facts: Facts, state: str, called_kinds: tuple[type, ...], dtypes: frozenset[torch.dtype],
@@ -74,54 +74,54 @@ class Look:
         self.found: Any = None
 
     def lora_layers(self) -> list[tuple[str, Any]]:
-        """The model's LoRA layers with their paths."""
+        """Return the model's LoRA layers with their paths."""
         return [(path, layer) for path, reference in self._lora if (layer := reference()) is not None]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The modules' plain tensors."""
+        """Return the modules' plain tensors."""
         return [tensor for reference in self._tensors if (tensor := reference()) is not None]
 
 
 class StepContext(Protocol):
-    """One step as a model's layers see it: where its T packed tokens stand, and attention over the pages."""
+    """Step of T packed tokens as a model's layers use it: positions, cache slots, and attention over the pages."""
 
     @property
     def positions(self) -> torch.Tensor:
-        """[T] int64, of each token in its sequence."""
+        """[T] int64, position of each token in its sequence."""
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        """[T] int64, where its key and value go; -1: nowhere."""
+        """[T] int64, cache slot of each token's key and value; -1: not stored."""
 
     @property
     def adapters(self) -> torch.Tensor | None:
         """[T] int32, the adapter of each token: 0 the model's active ones, -1 none, i > 0 the i-th of
-        `ModelExecutor.adapter_names` alone. None: 0 for all."""
+        `ModelExecutor.adapter_names` alone. None: 0 for all tokens."""
 
     @property
     def decode_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of a step of few rows that decode, each the only new token of its sequence: their lines of the block table
-        [T] int32, and that table [S, max_blocks] int32. None: of other steps."""
+        """Block-table lines [T] int32 of the rows, and the table [S, max_blocks] int32, in a step of few decode rows,
+        each the only new token of its sequence. None for other steps."""
 
     @property
     def wanted(self) -> torch.Tensor | None:
-        """[W] int64, the tokens whose final hidden states are read; None: those of all."""
+        """[W] int64, the tokens whose final hidden states are read; None: all tokens."""
 
     def kv_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V pool of a layer."""
+        """Return the K and V pool of a layer."""
         ...
 
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        """query [T, Hq, D] over the pages, the step's own keys and values being in them -> [T, Hq, D]."""
+        """Attend by query [T, Hq, D] over the pages, which hold the step's own keys and values, too -> [T, Hq, D]."""
         ...
 
     def of_wanted(self) -> StepContext:
-        """The tokens `wanted` as a step of their own, whose keys and values are in the pages."""
+        """Return the tokens `wanted` as a step of their own, whose keys and values are in the pages."""
         ...
 
 
 class ModelExecutor(ABC):
-    """Runs one family's own modules on packed tokens. Does not keep the model alive."""
+    """Executor that runs one family's modules on packed tokens. Does not keep the model alive."""
 
     def __init__(self, model: PreTrainedModel, model_class: type, *, merge_weights: bool = True,
                  fused_kernels: bool = True, one_launch: bool = True) -> None:
@@ -131,8 +131,8 @@ class ModelExecutor(ABC):
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
         self._wants_one_launch = one_launch and fused_kernels
-        # To which dtype the calls that run now cast (see `autocast_of_call`). It changes while none runs: what the
-        # executor keeps, the pool's dtype and the prefix cache's key follow.
+        # Dtype to which the running calls cast (see `autocast_of_call`). It may change only while no call runs: copies
+        # of weights, the pool's dtype and the prefix cache's key depend on it.
         self.autocast: torch.dtype | None = None
         self._look: Look | None = None
         self._row_names: tuple[str, ...] = ()
@@ -142,7 +142,7 @@ class ModelExecutor(ABC):
 
     @property
     def source(self) -> Any:
-        """The user's model; RuntimeError once it is gone."""
+        """The user's model; RuntimeError once it was garbage-collected."""
         model = self._source()
         if model is None:
             raise RuntimeError("the model of this engine was garbage-collected")
@@ -150,16 +150,16 @@ class ModelExecutor(ABC):
 
     @property
     def has_source(self) -> bool:
-        """Is the user's model still there?"""
+        """Whether the user's model is still alive."""
         return self._source() is not None
 
     @property
     def model(self) -> Any:
-        """Whose modules run: the user's model, or the replica of one that is sharded; RuntimeError once it is gone."""
+        """The model whose modules run: the user's, or a sharded one's replica; RuntimeError if it was collected."""
         return self.source if self.replica is None else self.replica.model
 
     def finds_shards(self) -> bool:
-        """Was the model sharded since it was looked at for the last time? Then its replica runs from now on."""
+        """Return whether the model was sharded since the last check; then its replica runs from now on."""
         if self.replica is None:
             self.replica = replica_of(self.source)
             return self.replica is not None
@@ -167,7 +167,7 @@ class ModelExecutor(ABC):
 
     @property
     def config(self) -> Any:
-        """The config that the decoder's modules read: of an image-text model that of its text."""
+        """The config that the decoder's modules read: of an image-text model the text config."""
         return self.model.config.get_text_config(decoder=True)
 
     @property
@@ -176,137 +176,137 @@ class ModelExecutor(ABC):
         return group_of(self.model)
 
     def autocast_of_call(self) -> torch.dtype | None:
-        """To which dtype a call made here and now casts; None: it does not, or nothing of the model is another's."""
+        """Return the dtype to which a call made now casts; None without autocast, or if all weights have it."""
         cast = autocast_of_call(self.source)
         return None if cast is None or self.look().dtypes == {cast} else cast
 
     @abstractmethod
     def kv_spec(self) -> KVSpec:
-        """Shapes, dtypes and device of this rank's cache, read off the modules."""
+        """Return shapes, dtypes and device of this rank's cache, read off the modules."""
 
     @abstractmethod
     def windows(self) -> tuple[int | None, ...]:
-        """Of every layer, how many positions its attention sees, the last ones; None: all."""
+        """Return, for every layer, how many last positions its attention reads; None: all."""
 
     @abstractmethod
     def max_length(self, asked: int | None = None) -> int:
-        """Longest sequence in tokens: as `asked`, as far as packed steps give what stock gives.
+        """Return the longest sequence in tokens: `asked`, as far as packed steps compute what stock computes.
 
-        None: what the model's positions allow.
+        If `asked` is None, the number of the model's positions.
         """
 
     @abstractmethod
     def prepare(self, max_model_len: int) -> None:
-        """Between idle and busy: make or renew what the layers need besides the modules (merged weights, RoPE)."""
+        """Make or renew what layers need besides modules (merged weights, RoPE), before an idle engine gets busy."""
 
     @abstractmethod
     def refresh(self, checksum: torch.Tensor | None) -> None:
-        """Enqueue the renewal of copies of weights, if there are any (see `Shadow.refresh`); `prepare` came before."""
+        """Enqueue the renewal of copies of weights, if there are any (see `Shadow.refresh`), after `prepare`."""
 
     def copies_are_stale(self) -> bool:
-        """Do addresses and version counters say that weights are others than their copies were made of?"""
+        """Return whether addresses and version counters show that weights changed since their copies were made."""
         return False
 
     @property
     def has_copies(self) -> bool:
-        """Are there copies of weights, which `refresh` has to renew?"""
+        """Whether there are copies of weights, which `refresh` has to renew."""
         return False
 
     @property
     def copied_bytes(self) -> int:
-        """Memory of copies of weights that are held now."""
+        """Bytes of the copies of weights that are held now."""
         return 0
 
     def bytes_to_come(self) -> int:
-        """Memory of copies of weights that `prepare` would add now."""
+        """Return the bytes of copies of weights that `prepare` would add now."""
         return 0
 
     def own_tensors(self) -> list[torch.Tensor]:
-        """Tensors besides the modules' that steps read and that may be replaced by others."""
+        """Return tensors besides the modules' that steps read and that other tensors may replace."""
         return []
 
     def may_run_at_once(self, rows: int, lengths: np.ndarray) -> bool:
-        """May one launch compute the layers of a step of so many decode rows, with padding, none of which reads what
-        another one writes? ``lengths``: tokens of the real rows that the cache holds."""
+        """Return whether one launch may compute the layers of a step of so many decode rows, padding included, if no
+        row reads what another row writes. ``lengths``: tokens of the real rows that the cache holds."""
         return False
 
     def runs_at_once(self, rows: int) -> bool:
-        """Would one launch compute a step of so many rows now? Its kernel may be on its way."""
+        """Return whether one launch would compute a step of so many rows now; its kernel may still be compiling."""
         return False
 
     def captured_tensors(self) -> list[torch.Tensor]:
-        """Tensors besides the modules' and `own_tensors` that what was captured since the last call reads.
+        """Return tensors besides the modules' and `own_tensors` that a graph captured since the last call reads.
 
-        They have to live as long as its graph.
+        The tensors have to live as long as the graph.
         """
         return []
 
     @abstractmethod
     def is_current(self) -> bool:
-        """False where `prepare` would change what the layers compute."""
+        """Return False if `prepare` would change what the layers compute."""
 
     @abstractmethod
     def let_go(self) -> None:
-        """Hold no memory of parameters until `prepare`; tables of its own stay where graphs read them."""
+        """Release the memory of parameters until `prepare`; tables that graphs read stay at their addresses."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give up all of that; every parameter has memory of its own afterwards."""
+        """Release everything that `prepare` made; every parameter has memory of its own afterwards."""
 
     @abstractmethod
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Token ids [T] int64 -> final normed hidden states [T, hidden_size], or [W, hidden_size] of `wanted` ones."""
+        """Compute final normed hidden states [T, hidden_size], or [W, hidden_size] of `wanted` tokens, from ids [T]."""
 
     @abstractmethod
     def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
-        """[R, hidden_size] -> [R, vocab_size], on every rank. ``adapters`` [R]: as `StepContext.adapters`."""
+        """Compute logits [R, vocab_size] of [R, hidden_size], on every rank; ``adapters`` [R]: as in `StepContext`."""
 
     @abstractmethod
     def shard_logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
-        """[R, hidden_size] -> [R, rows], this rank's own columns (`VocabParallelHead`); with one rank all of them."""
+        """Compute this rank's columns [R, rows] of the logits (`VocabParallelHead`); with one rank all columns."""
 
     @abstractmethod
     def own_modules(self) -> Iterator[tuple[str, torch.nn.Module, type]]:
-        """(name, module, expected class) of every module whose forward the executor replaces by its own code."""
+        """Yield (name, module, expected class) of every module whose forward the executor's own code replaces."""
 
     @abstractmethod
     def called_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """(name, module) of every module that the executor calls as it stands, on packed tokens."""
+        """Yield (name, module) of every module that the executor calls as it stands, on packed tokens."""
 
     @abstractmethod
     def patched(self) -> str | None:
-        """The first of transformers' or torch's functions that stock would run here and that somebody replaced."""
+        """Return the first replaced function of transformers or torch that stock would run here, or None."""
 
     @abstractmethod
     def asked_of_model(self) -> frozenset[str]:
-        """Names for which stock's code asks the model's class: a class that derives from it may not have its own."""
+        """Return names that stock's code looks up in the model's class: a derived class may not redefine them."""
 
     @abstractmethod
     def activations(self) -> tuple[type, ...]:
-        """Classes of the activation modules in the model."""
+        """Return the classes of the activation modules in the model."""
 
     @abstractmethod
     def replacement_reason(self, name: str, module: torch.nn.Module) -> Reason | None:
-        """Why what stands on an instance for its class's forward is not run natively, or None."""
+        """Return why a forward that replaces the class's on an instance is not run natively, or None."""
 
     @abstractmethod
     def function_kernels(self) -> list[tuple[str, int]]:
-        """(name, number) of every function of transformers that a kernel of the Hub replaces right now."""
+        """Return (name, number) of every function of transformers that a kernel of the Hub replaces now."""
 
     @abstractmethod
     def registry_reason(self) -> Reason | None:
-        """Why an entry of transformers' registries that the model's modules ask for is not its own, or None."""
+        """Return why an entry of transformers' registries that the modules use is not transformers' own, or None."""
 
     @abstractmethod
     def constants(self) -> tuple:
-        """Numbers and names outside the tensors that its code reads: part of the prefix-cache key and of a graph's."""
+        """Return numbers and names that the code reads besides tensors: part of the keys of prefix cache and graphs."""
 
     @abstractmethod
     def constants_reason(self) -> Reason | None:
-        """Why these constants, as they are now, are none that the executor's code can run with, or None."""
+        """Return why the executor's code cannot run with the present constants, or None."""
 
     def may_have_float_weight(self, module: torch.nn.Module) -> bool:
-        """True for an own module that hands on its input's dtype whatever the dtype of its weight."""
+        """Return whether an own module returns its input's dtype whatever the dtype of its weight."""
         return False
 
     @property
@@ -320,17 +320,17 @@ class ModelExecutor(ABC):
         """Number of logits of a token: columns of the head, over all ranks and without padding."""
 
     def last_look(self) -> Look | None:
-        """What was last read off the modules, or None where anything is not as it was."""
+        """Return what was last read off the modules, or None if anything changed since."""
         once = self._compares_once == threading.get_ident()
         if not (once and self._is_compared) and self._look is not None and not self._look.facts.hold(self.model):
             self._look = None
-        if once:  # what another thread wrote might come after `compare_again`
+        if once:  # another thread's write might undo `compare_again`
             self._is_compared = True
         return self._look
 
     @contextmanager
     def compared_once(self) -> Iterator[None]:
-        """In here this thread compares the modules with the last look once: none of the user's code runs between."""
+        """Let this thread compare the modules with the last look only once in a block that runs no code of the user."""
         self._compares_once, self._is_compared = threading.get_ident(), False
         try:
             yield
@@ -338,14 +338,14 @@ class ModelExecutor(ABC):
             self._compares_once = None
 
     def compare_again(self) -> None:
-        """Inside of `compared_once`: the user's code ran."""
+        """Make `last_look` compare again inside of `compared_once`, after code of the user ran."""
         self._is_compared = False
 
     def look(self, facts: Facts | None = None) -> Look:
-        """The same, read anew where it has to be. `facts`: of before, to which what is read now belongs."""
+        """Return `last_look`, or read the modules anew. `facts`: a snapshot taken before, for what is read now."""
         look = self.last_look() if facts is None else None
         if look is None:
-            facts = Facts(self.model) if facts is None else facts  # first: what changes meanwhile is seen next time
+            facts = Facts(self.model) if facts is None else facts  # first, so that later changes are noticed
             modules = list(self.model.named_modules())
             kernels, quantization = kernel_numbers(modules), quantization_state(modules)
             constants = repr((self.constants(), kernels, quantization))
@@ -358,15 +358,15 @@ class ModelExecutor(ABC):
         return look
 
     def plain_tensors(self) -> list[torch.Tensor]:
-        """Tensors of the modules that are neither parameters nor buffers, in a fixed order."""
+        """Return tensors of the modules that are neither parameters nor buffers, in a fixed order."""
         return self.look().tensors()
 
     def state_key(self, adapter: str | None = None, *, compares_tensors: bool = True) -> bytes:
-        """Digest of what a forward depends on besides tensors: constants, active adapters, code of what is called.
+        """Return a digest of what a forward depends on besides tensors: constants, adapters, code of called modules.
 
         Args:
-            adapter: of rows that name this one; no two names, and no name and the active adapters, have a key in
-                common. One that the model lacks has a key of its own as well.
+            adapter: adapter that rows name; None: the active ones. No two names, and no name and the active adapters,
+                have a key in common. A name that the model lacks has a key of its own as well.
             compares_tensors: False leaves out of the comparison with the last look what the digest does not depend on.
         """
         look = self._look
@@ -381,21 +381,21 @@ class ModelExecutor(ABC):
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """The LoRA adapters that rows can name, sorted: entries 1, 2, ... of `StepContext.adapters`."""
+        """Names of the LoRA adapters that rows can use, sorted: entries 1, 2, ... of `StepContext.adapters`."""
         return self.look().adapter_names
 
     def name_rows(self) -> tuple[str, ...]:
-        """From now on `StepContext.adapters` counts the names that `adapter_names` holds now, which it returns."""
+        """Let `StepContext.adapters` count the present `adapter_names` from now on, and return these names."""
         look = self.look()
         self._row_names, self._lora = look.adapter_names, [weakref.ref(layer) for _, layer in look.lora_layers()]
         return self._row_names
 
     def adapter_rows(self, adapters: torch.Tensor | None) -> AdapterRows | None:
-        """`StepContext.adapters` for the layers."""
+        """Return `StepContext.adapters` with their names, as layers take it."""
         return None if adapters is None else AdapterRows(adapters, self._row_names)
 
     def adapter_reason(self, name: str) -> Reason | None:
-        """Why no row can run under this adapter (or `BASE`) beside rows of others, as the model is now, or None."""
+        """Return why no row can run under this adapter (or `BASE`) beside rows of other adapters now, or None."""
         look = self.look()
         if name == BASE and not look.adapters:  # the model is its own base
             return None
@@ -406,23 +406,23 @@ class ModelExecutor(ABC):
         return row_reason(look.lora_layers(), name)
 
     def adapters_in_force(self) -> list[str] | Reason | None:
-        """The adapters that PEFT's hooks give the rows of a forward right now, by row; None: there are no hooks.
+        """Return the adapters that PEFT's hooks give the rows of a forward now, by row; None without hooks.
 
-        The LoRA layers are those of the last look: `unsupported_reason` has just compared the modules with it.
+        The LoRA layers come from the last look, with which `unsupported_reason` has just compared the modules.
         """
         look = self._look or self.look()
         if not look.adapters:
             return None
-        if self.replica is not None:  # PEFT finds the model's own layers
+        if self.replica is not None:  # PEFT puts its hooks on the user's model
             return names_in_force([layer for layer in self.source.modules() if is_lora(layer)])
         return names_in_force([layer for _, layer in look.lora_layers()])
 
     def adapter_counts(self) -> AdapterCounts:
-        """To be asked whether adapters came or went, quickly."""
+        """Return an object that quickly detects added and removed adapters."""
         return AdapterCounts(layer for _, layer in self.look().lora_layers())
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """Upper estimate of what one step allocates: hidden states, the MLP's inputs, fp32 logits and their copies."""
+        """Return an upper estimate of a step's bytes: hidden states, the MLP's inputs, fp32 logits and their copies."""
         config, itemsize = self.config, self.kv_spec().compute_dtype.itemsize
         per_token = (8 * config.hidden_size + 3 * config.intermediate_size // self.group.size) * itemsize
         return num_tokens * per_token + num_rows * config.vocab_size * 4 * 4

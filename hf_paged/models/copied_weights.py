@@ -1,4 +1,4 @@
-"""Copies of a dense decoder's linear layers in the dtype of autocast, those with one input side by side."""
+"""Copies of a dense decoder's linear layers in the dtype of autocast, layers with one input side by side."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALIGNMENT = 512  # bytes
 
 
 class CopiedLinears(NamedTuple):
-    """What linear layers with one input multiply with in place of their own: [sum n_i, k], and [sum n_i] or None."""
+    """Merged copies that linear layers with one input multiply with: weight [sum n_i, k], bias [sum n_i] or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -35,13 +35,13 @@ class CopiedLinears(NamedTuple):
     def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
                  rows: AdapterRows | None = None,
                  shrunk: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup, Delta | None]:
-        """As `RowProduct`."""
+        """Compute the layers' product as `RowProduct` does."""
         product, delta = product_and_delta(self.lora, hidden, self.weight, self.bias, linear, rows, shrunk)
         return product, SINGLE, delta
 
 
 class _Place(NamedTuple):
-    """Where a group's copies lie: ``sizes`` rows each of this shape, and biases after them or not."""
+    """Layout of a group's copies: for each layer ``sizes`` rows of shape ``row``; then biases, if it has them."""
 
     name: str
     sizes: list[int]
@@ -55,14 +55,14 @@ class _Place(NamedTuple):
 
 
 class CopiedWeights:
-    """Copies for the groups in which a parameter has another dtype; the others' own parameters are as they have to be.
+    """Copies for the groups in which a parameter has another dtype; other groups use their own parameters.
 
-    The memory stays where it is, since CUDA graphs read from it. Where the device can map memory, it goes (`give_back`)
-    and comes back (`take_back`) while its addresses stay.
+    The copies' addresses do not change, since CUDA graphs read from them. Where the device can map memory, `give_back`
+    releases it and `take_back` allocates it at the same addresses.
 
     Args:
-        groups: of plain layers, those with equal inputs together, whose biases are there for all or for none.
-        dtype: of the copies.
+        groups: plain layers, grouped by equal inputs; in a group all layers have biases or none has.
+        dtype: dtype of the copies.
 
     Raises:
         torch.OutOfMemoryError: too little memory is free.
@@ -70,8 +70,8 @@ class CopiedWeights:
 
     def __init__(self, groups: LinearGroups, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._fitting: tuple | None = None  # what `fit` said yes of
-        self._selected: tuple[tuple, list[bool]] | None = None  # of which dtypes which tensors are copied
+        self._fitting: tuple | None = None  # sizes and tensors that `fit` last accepted
+        self._selected: tuple[tuple, list[bool]] | None = None  # dtypes, and which tensors are copied then
         self.by_name: dict[str, CopiedLinears] = {}
         self._layout = _layout(groups, dtype)
         self._shadow = Shadow([])
@@ -87,7 +87,7 @@ class CopiedWeights:
         self.take_back()
 
     def take_back(self) -> None:
-        """Have memory again, where there is none; what is in it has to be made anew (`refresh`).
+        """Allocate the memory again after `give_back`; `refresh` has to fill it.
 
         Raises:
             torch.OutOfMemoryError: too little memory is free; nothing changed.
@@ -103,10 +103,10 @@ class CopiedWeights:
                 by_name[place.name] = CopiedLinears(weight, bias)
                 targets += [part for one in (weight, bias) if one is not None for part in one.split(place.sizes)]
         self._shadow = Shadow(targets)
-        self.by_name = by_name  # last: it says that all is here
+        self.by_name = by_name  # last: `is_here` reads it
 
     def give_back(self) -> bool:
-        """Give the memory back and keep its addresses; False where that cannot be: then it goes with this object."""
+        """Release the memory and keep its addresses; returns False if only the end of this object can free it."""
         if self._memory is None:
             return False
         self.by_name, self._shadow = {}, Shadow([])
@@ -118,11 +118,11 @@ class CopiedWeights:
 
     @property
     def is_here(self) -> bool:
-        """Is there memory for all copies?"""
+        """Whether there is memory for all copies."""
         return len(self.by_name) == len(self._places)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """Of every shape in turn."""
+        """Allocate a tensor of every shape in turn."""
         shapes = [shape for place in self._places for shape in place.shapes]
         pieces: Iterator[torch.Tensor] | None = None
         if self._memory is not None:
@@ -140,21 +140,21 @@ class CopiedWeights:
         return iter([next(pieces).view(self.dtype)[: math.prod(shape)].view(shape) for shape in shapes])
 
     def fit(self, groups: LinearGroups, dtype: torch.dtype) -> bool:
-        """Are these the copies that such layers need?"""
+        """Return whether these are the copies that such layers need."""
         return dtype == self.dtype and self._fit(groups, groups.tensors())
 
     def refresh(self, groups: LinearGroups, checksum: torch.Tensor | None) -> None:
-        """As `Shadow.refresh`, from the parameters that the layers have now."""
+        """Renew the copies, as `Shadow.refresh` does, from the parameters that the layers have now."""
         if self.by_name:
             self._shadow.refresh(self._sources(groups, groups.tensors()), checksum)
 
     def are_stale(self, groups: LinearGroups) -> bool:
-        """As `Shadow.is_stale`."""
+        """Return whether the copies do not fit the layers any more, or are stale (`Shadow.is_stale`)."""
         tensors = groups.tensors()
         return not self._fit(groups, tensors) or self._shadow.is_stale(self._sources(groups, tensors))
 
     def _fit(self, groups: LinearGroups, tensors: list[torch.Tensor | None]) -> bool:
-        """Laid out anew only where a tensor has another dtype, shape or device than at the last yes."""
+        """Return whether the layout fits; compares it only if a dtype, shape or device changed since it last fitted."""
         read = groups.sizes, [None if t is None else (t.dtype, t.shape, t.device) for t in tensors]
         if read != self._fitting:
             if self._layout != _layout(groups, self.dtype):
@@ -163,7 +163,7 @@ class CopiedWeights:
         return True
 
     def _sources(self, groups: LinearGroups, tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Those of `_to_copy`, which is asked anew only where a tensor has another dtype than at the last time."""
+        """Return the tensors of `_to_copy`, which is called again only if a tensor's dtype changed."""
         dtypes = groups.sizes, [None if t is None else t.dtype for t in tensors]
         if self._selected is None or self._selected[0] != dtypes:
             names = {name for name, _ in _to_copy(groups, self.dtype)}
@@ -173,7 +173,7 @@ class CopiedWeights:
         return found
 
     def tensors(self) -> list[torch.Tensor]:
-        """All copies, merged."""
+        """Return all copies, merged."""
         return [t for copied in self.by_name.values() for t in (copied.weight, copied.bias) if t is not None]
 
     @property
@@ -182,12 +182,12 @@ class CopiedWeights:
 
 
 def _whole(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor's place, so that the next one is aligned as torch's allocator would align it."""
+    """Return a tensor's bytes, rounded up so that the next tensor is aligned as torch's allocator would align it."""
     return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 def copied_bytes(groups: LinearGroups, dtype: torch.dtype) -> int:
-    """Memory that `CopiedWeights` would take."""
+    """Return the bytes that `CopiedWeights` would take."""
     return sum(t.numel() for _, linears in _to_copy(groups, dtype) for t in _tensors(linears)) * dtype.itemsize
 
 
@@ -198,7 +198,7 @@ def _to_copy(groups: LinearGroups, dtype: torch.dtype) -> Iterator[tuple[str, tu
 
 
 def _tensors(linears: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Weights, then biases."""
+    """Return weights, then biases."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return [*(linear.weight for linear in linears), *biases]
 

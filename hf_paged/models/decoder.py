@@ -1,4 +1,4 @@
-"""What all decoders of `families.py` have in common: shapes, which modules are inside, and whether all is as known."""
+"""Common base of the executors of all families in `families.py`: shapes, modules inside, and checks of both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hf_paged.models.rope import longest_length
 from hf_paged.parallel.layers import VocabParallelEmbedding, VocabParallelHead, stock_class
 from hf_paged.parallel.shards import local_kv_heads
 
-# Of the config, what forwards read while they run.
+# Fields of the config that forwards read while they run.
 CONFIG_CONSTANTS = (
     "num_hidden_layers", "num_attention_heads", "sliding_window", "layer_types", "final_logit_softcapping", "is_causal",
     "use_bidirectional_attention", "_experts_implementation", "logits_scaling", "rope_parameters",
@@ -37,24 +37,24 @@ _SHAPES = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "he
 
 
 class DecoderExecutor(ModelExecutor):
-    """An executor for one family; how its layers run on packed tokens is left to the subclasses."""
+    """Executor for one family; subclasses define how its layers run on packed tokens."""
 
-    calls_modules = False  # all of them as they stand, on packed tokens
+    calls_modules = False  # whether all modules run as they stand, on packed tokens
 
     def __init__(self, model: PreTrainedModel, *, family: Family, **techniques: bool) -> None:
         super().__init__(model, family.model_class, **techniques)
         self._family = family
         self._functions = functions_of(family.modeling)
-        self._spec: tuple[tuple, KVSpec] | None = None  # and what it was made of
-        of_family(family)  # taken now, before anybody patches what he enabled
+        self._spec: tuple[tuple, KVSpec] | None = None  # with the values that it was read from
+        of_family(family)  # record originals now, before code patches the enabled model
 
     @property
     def decoder(self) -> Any:
-        """What holds embedding, layers and final norm."""
+        """Module that holds embedding, layers and final norm."""
         return self.model.model if self._family.wrapper is None else self.model.model.language_model
 
     def kv_spec(self) -> KVSpec:
-        # Asked for in every step, and a config takes microseconds for each of its fields.
+        # Kept, since every step reads it and a config takes microseconds for each of its fields.
         config, decoder, size = self.config, self.decoder, self.group.size
         weight, fields = decoder.embed_tokens.weight, vars(config)
         made_of = (weight.dtype, weight.device, self.autocast, size, len(decoder.layers),
@@ -72,7 +72,7 @@ class DecoderExecutor(ModelExecutor):
 
     @property
     def config(self) -> Any:
-        return self.model.config if self._family.wrapper is None else super().config  # a look-up takes a while
+        return self.model.config if self._family.wrapper is None else super().config  # a slow look-up
 
     def windows(self) -> tuple[int | None, ...]:
         return tuple(map(self._mask_window, range(len(self._layers()))))
@@ -102,7 +102,7 @@ class DecoderExecutor(ModelExecutor):
         inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         per_token = experts * (3 * inner // self.group.size + 2 * config.hidden_size)
         per_token *= self.kv_spec().compute_dtype.itemsize
-        # Autocast makes copies of what it casts, of which the head's is the largest, and the last.
+        # Autocast copies what it casts; the copy of the head is the largest, and the last.
         cast = 0 if self.autocast is None else config.hidden_size * config.vocab_size * self.autocast.itemsize
         return super().step_bytes(num_tokens, num_rows) + num_tokens * per_token + cast
 
@@ -141,9 +141,9 @@ class DecoderExecutor(ModelExecutor):
         return next((reason for check in reasons if (reason := check()) is not None), None)
 
     def hidden_states_of_modules(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """`hidden_states` by the decoder's own forward, as it stands, with attention over the pages."""
+        """Compute `hidden_states` by the decoder's own forward, with attention over the pages."""
         decoder = self.decoder
-        # A mask of four dims is passed on as it is: no mask is made, and nothing is looked up in the positions.
+        # transformers passes a mask of four dims on as it is: it makes no mask and does not inspect the positions.
         no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
         rows = self.adapter_rows(step.adapters)
         with paged_call(self._configs()), self.casting(), by_row(self._lora, rows):
@@ -156,10 +156,10 @@ class DecoderExecutor(ModelExecutor):
         return result if step.wanted is None else result[step.wanted]
 
     def casting(self) -> AbstractContextManager:
-        """torch's own autocast for modules that are called as they stand, where the calls that run now cast.
+        """Return torch's autocast for modules that are called as they stand; a null context if the calls do not cast.
 
-        Without its cache of cast weights: what it keeps without gradients would serve a caller's forward with them, and
-        a graph would read it after it is gone.
+        Its cache of cast weights is off: weights cached without gradients would serve a caller's forward that needs
+        gradients, and a graph would read cached weights after they were freed.
         """
         if self.autocast is None:
             return nullcontext()
@@ -167,12 +167,12 @@ class DecoderExecutor(ModelExecutor):
         return torch.autocast(device, self.autocast, cache_enabled=False)
 
     def _configs(self) -> list[Any]:
-        """Every config that the decoder or an attention module looks into, each once."""
+        """Return every config that the decoder or an attention module reads, each once."""
         modules = (self.decoder, *(layer.self_attn for layer in self._layers()))
         return list({id(module.config): module.config for module in modules}.values())
 
     def _layers(self) -> list[Any]:
-        # A list first: a slice of a ModuleList registers every layer again, in every step.
+        # A list first: slicing a ModuleList would register every layer again in every step.
         return list(self.decoder.layers)[: self.config.num_hidden_layers]
 
     def _parts(self) -> list[Part]:
@@ -204,7 +204,7 @@ class DecoderExecutor(ModelExecutor):
         return None
 
     def _carries_all(self, name: str | None) -> bool:
-        """Does this implementation take all that attention hands it, or leave out what pages leave out with it?"""
+        """Return whether this implementation uses the arguments of attention that paged attention uses with it."""
         if name == "sdpa":
             return self._family.beyond_sdpa == "softcap" and self.model_class._supports_sdpa
         if name is None or name in ("eager", "flex_attention") or name.startswith("flash_attention"):
@@ -233,14 +233,14 @@ class DecoderExecutor(ModelExecutor):
         return None
 
     def _mask_window(self, layer: int) -> int | None:
-        """The window of the mask that stock makes for this layer."""
+        """Return the window of the mask that stock makes for this layer."""
         config, windows = self.config, self._family.windows
         if windows == "by layer":
             windows = "all" if config.layer_types[layer] == "sliding_attention" else "none"
         return config.sliding_window if windows == "all" else None
 
     def _code_reason(self) -> Reason | None:
-        """Helpers besides `forward` (a norm's `_norm`, a gate's `_apply_gate`) are the class' own, too."""
+        """Return why an activation, or a helper of a module (a norm's `_norm`), is not the class's own, or None."""
         methods: dict[type, frozenset[str]] = {}
         for name, module, expected, is_activation in self._parts():
             kind = type(module) if is_activation else expected
@@ -254,15 +254,15 @@ class DecoderExecutor(ModelExecutor):
                 if is_activation and (place := patched_class((kind,))) is not None:
                     return Reason("{} is patched", place, remedy=UNDO_PATCH)
                 methods[kind] = frozenset(k for k, v in vars(kind).items() if isinstance(v, FunctionType))
-            # A forward is looked at where all of the model's are.
+            # Eligibility checks replaced forwards of all modules.
             if replaced := methods[kind].intersection(vars(module)) - {"forward"}:
                 return Reason("{} of {} is replaced on the instance", min(replaced), name, remedy=UNDO_REPLACEMENT)
         return None
 
     def registry_reason(self) -> Reason | None:
-        """Functions run as they are or by a kernel of the Hub; experts by one of transformers' implementations.
+        """Return why a function is neither original nor a Hub kernel, or experts are not transformers' own, or None.
 
-        These compute one token at a time, a user's may not.
+        The original functions, Hub kernels and experts compute each token by itself; a user's may not.
         """
         for name, function in self._functions:
             if function._forward_hooks or function._forward_pre_hooks:
@@ -279,7 +279,7 @@ class DecoderExecutor(ModelExecutor):
         return None
 
     def _experts_reason(self) -> Reason | None:
-        """Experts are of the model's dtype, like the inputs that they get."""
+        """Return which expert weight lacks the model's dtype, in which experts get their inputs, or None."""
         if "experts" not in self._family.parts:
             return None
         dtype: torch.dtype = self.kv_spec().compute_dtype
@@ -298,7 +298,7 @@ def _read_in_forwards(config: Any) -> list[Any]:
 
 
 def plain_values(module: nn.Module) -> list[tuple[str, Any]]:
-    """Numbers and names that a module keeps as attributes, in its order; train mode is none of them."""
+    """Return numbers and names that a module keeps as attributes, in its order, without train mode."""
     return [(k, v) for k, v in vars(module).items() if type(v) in _PLAIN and k != "training" and k[0] != "_"]
 
 

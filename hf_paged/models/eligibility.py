@@ -1,6 +1,6 @@
-"""Does a packed step through an executor compute what this model's own forward would? If not: why not.
+"""Eligibility of a model: whether a packed step computes what the model's own forward would, and if not, why not.
 
-Looked up at every call, since hooks, wrappers, patches, adapters and dtypes come and go while a model is enabled.
+Checked at every call, since hooks, wrappers, patches, adapters and dtypes come and go while a model is enabled.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ from hf_paged.models.tokenwise import (
 from hf_paged.models.tuners import is_lora
 from hf_paged.parallel.intact import broken_part
 
-_OWN_LAYERS = ("torch.", SHARDED_MODULE[:-1])  # that are known, so that nobody may patch them
+_OWN_LAYERS = ("torch.", SHARDED_MODULE[:-1])  # modules of known layers, which may not be patched
 _CALL_CHAIN = frozenset(CALL_CHAIN)
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LOWER_DTYPES = (torch.float16, torch.bfloat16)
 
-# Stock's layers then checkpoint only where gradients are recorded, which `generate` turns off.
+# Since 5.24 stock's layers checkpoint only where gradients are recorded, which `generate` turns off.
 _CHECKPOINTS_GRADIENTS_ALONE = Version(transformers.__version__) >= Version("5.24")
 
 
 class Seen(NamedTuple):
-    """A model's modules, walked once for all checks of a call: every one, those replaced, those called; parameters."""
+    """One walk over a model, for all checks of a call: its modules, parameters, replaced modules and called modules."""
 
     executor: ModelExecutor
     autocast: torch.dtype | None  # of the call
@@ -80,13 +80,13 @@ class Seen(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What a look at which nothing spoke against the model depended on besides the modules."""
+    """Conditions besides the modules under which no check failed."""
 
-    kinds: tuple[type, ...]  # classes whose code is looked up anew at every look
+    kinds: tuple[type, ...]  # classes whose code every look compares anew
     autocast: torch.dtype | None
 
     def holds(self, executor: ModelExecutor, autocast: torch.dtype | None) -> bool:
-        """Is all of that as it was?"""
+        """Return whether all conditions still hold."""
         return (
             self.autocast == autocast
             and patched_class(self.kinds) is None
@@ -95,15 +95,15 @@ class Passed(NamedTuple):
 
 
 def unsupported_reason(executor: ModelExecutor) -> Reason | None:
-    """Why the model in `executor` cannot run a call natively that is made here and now, or None if it can.
+    """Return why the model in `executor` cannot natively run a call that this thread makes now, or None if it can.
 
-    Looked at again, a model that did not change costs a comparison of what the checks read (see `Facts`).
+    For an unchanged model this costs a comparison of what the checks read (see `Facts`).
     """
     return reason_under(executor, autocast_of_call(executor.source))
 
 
 def reason_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reason | None:
-    """`unsupported_reason` of a call that casts to `autocast` (None: it does not), whatever holds in this thread."""
+    """Return `unsupported_reason` of a call that casts to `autocast` (None: no cast), not to this thread's."""
     if executor.replica is not None and (reason := executor.replica.refresh()) is not None:
         return reason
     if (reason := surroundings_reason() or _class_reason(executor) or _attention_reason(executor)) is not None:
@@ -113,27 +113,27 @@ def reason_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reaso
         return None
     if executor.finds_shards():
         return reason_under(executor, autocast)
-    # First, so that what changes during the checks is seen at the next look.
+    # First, so that the next look notices changes that are made during the checks.
     facts = Facts(executor.model)
     seen = Seen(executor, autocast, list(executor.model.named_modules()), list(executor.model.named_parameters()),
                 list(executor.own_modules()), list(executor.called_modules()))
     checks = (_sharding_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
     reason = next((reason for check in checks if (reason := check(seen)) is not None), None)
     reason = executor.constants_reason() if reason is None else reason  # constants are read off modules that passed
-    if reason is None and not executor.group.is_parallel:  # a rank of a sharded model also compares shapes
+    if reason is None and not executor.group.is_parallel:  # for ranks of a sharded model shapes are checked again
         passed = Passed(_watched_kinds(seen), autocast)
         executor.look(facts).found = passed
     return reason
 
 
 def _watched_kinds(seen: Seen) -> tuple[type, ...]:
-    """Classes whose code is looked up at every look: those of torch's modules, and of activations."""
+    """Return the classes whose code every look compares: those of torch's and sharded modules, and of activations."""
     kinds = {type(module): None for _, module in seen.modules if type(module).__module__.startswith(_OWN_LAYERS)}
     return (*kinds, *seen.executor.activations())
 
 
 def subclass_reason(executor: ModelExecutor) -> Reason | None:
-    """That a class which derives from transformers' own has a method of its own that stock's code asks for, if so."""
+    """Return which class derived from transformers' own redefines a method that stock's code looks up, or None."""
     names = {*executor.asked_of_model(), *DECIDING_METHODS} if (derived := _derived(executor)) else ()
     for kind in derived:
         if own := vars(kind).keys() & names:
@@ -142,7 +142,7 @@ def subclass_reason(executor: ModelExecutor) -> Reason | None:
 
 
 def _derived(executor: ModelExecutor) -> list[type]:
-    """The classes of the model in front of transformers' own."""
+    """Return the classes in front of transformers' own in the MRO of the model's class."""
     kinds = plain_class(type(executor.source)).__mro__
     return list(takewhile(lambda kind: kind is not executor.model_class, kinds))
 
@@ -170,7 +170,7 @@ def _class_reason(executor: ModelExecutor) -> Reason | None:
 
 
 def _attention_reason(executor: ModelExecutor) -> Reason | None:
-    """All of transformers' own implementations compute plain softmax attention; one that a user registered may not."""
+    """Return why the attention implementation may not be plain softmax attention, as transformers' own are, or None."""
     name = implementation_of(executor.config)
     function, mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     if name is None:
@@ -197,7 +197,7 @@ def _module_reason(seen: Seen) -> Reason | None:
                 return Reason("{}.{} is a {}: expected a plain tensor in {}", name, key, _full_name(parameter),
                               expected.__name__, remedy=QUANTIZE_LINEAR)
     for name, module in seen.called:
-        for layer in (module, getattr(module, "base_layer", None)):  # a tuner's own, and what it wraps
+        for layer in (module, getattr(module, "base_layer", None)):  # a tuner's layer, and the layer that it wraps
             if layer is None:
                 continue
             if (does := layer_reason(layer)) is not None:
@@ -226,7 +226,7 @@ def _full_name(value: object) -> str:
 
 
 def _sharding_reason(seen: Seen) -> Reason | None:
-    """Parameters of which somebody else keeps a part on each rank, or parts of ours that do not fit together."""
+    """Return which parameter another library sharded, or which of hf_paged's shards do not fit together, or None."""
     for name, parameter in seen.parameters:
         kinds = type(parameter).__name__, type(parameter.data).__name__
         if "DTensor" in kinds:
@@ -268,7 +268,7 @@ def _device_reason(seen: Seen) -> Reason | None:
 
 
 def _memory_reason(name: str, tensor: torch.Tensor) -> Reason | None:
-    """Why the tensor cannot be read where it lies, or None."""
+    """Return why the tensor's memory cannot be read, or None."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided or not tensor.numel():
         return None
     last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -284,7 +284,7 @@ def _require_grad(module: Any, args: Any, output: Any) -> None:
 
 
 def _only_requires_grad(hook: Any) -> bool:
-    """The hook of `enable_input_require_grads` and its twins in PEFT and TRL: without gradients it does nothing."""
+    """Return whether `hook` is `enable_input_require_grads`'s or its like in PEFT or TRL, inert without gradients."""
     if not isinstance(hook, FunctionType):
         return False
     code, known = hook.__code__, _require_grad.__code__
@@ -326,7 +326,7 @@ def _dtype_reason(seen: Seen) -> Reason | None:
 
 
 def _float_weight(module: nn.Module) -> torch.Tensor | None:
-    """What a layer, or the one inside of a tuner's, multiplies with, in the dtype that it computes in."""
+    """Return the weight of a layer, or of a tuner's base layer, if its dtype is the one computed in, else None."""
     layer = getattr(module, "base_layer", module)
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor) or stores_float8(layer, weight):
@@ -335,7 +335,7 @@ def _float_weight(module: nn.Module) -> torch.Tensor | None:
 
 
 def _autocast_reason(seen: Seen, autocast: torch.dtype) -> Reason | None:
-    """Why autocast, which casts some of the weights, is left to stock, or None. Dtypes may be mixed under it."""
+    """Return why autocast, which casts some of the weights, is left to stock, or None; dtypes may be mixed under it."""
     if autocast not in LOWER_DTYPES:
         return Reason("autocast to {}", autocast, remedy=DTYPE_OF_AUTOCAST)
     if seen.executor.group.is_parallel:

@@ -1,8 +1,8 @@
-"""What FSDP2 or DeepSpeed made of a model: which part of which parameter is here, and which dtype it computes in.
+"""Shards of a model that FSDP2 or DeepSpeed spread over ranks: this rank's part of each parameter, and its dtype.
 
-Of torch's `fully_shard` (2.11 to 2.14) it is read off the state that this keeps beside the modules: the modules
-themselves have whole parameters for a while, after a forward. DeepSpeed's ZeRO-3 gathers parameters itself, inside of
-`deepspeed.zero.GatheredParameters`.
+For torch's `fully_shard` (2.11 to 2.14) they are read off the state that torch keeps beside the modules: after a
+forward the modules themselves have whole parameters for a while. DeepSpeed's ZeRO-3 gathers parameters itself, inside
+of `deepspeed.zero.GatheredParameters`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _MARK = "_is_fsdp_managed_module"
 
 
 class Shard(NamedTuple):
-    """One parameter: the one that trainer and optimizer have, and the dtype that a forward reads it in."""
+    """Parameter that trainer and optimizer have, and the dtype that a forward reads it in."""
 
     parameter: Any
     dtype: torch.dtype
 
     def local(self) -> torch.Tensor:
-        """This rank's part."""
+        """Return this rank's part."""
         tensor: torch.Tensor = getattr(self.parameter, "_local_tensor", self.parameter.data)
         return tensor
 
     def cut(self) -> tuple[int | None, Any]:
-        """(dimension, process group) that it is cut along and over; None, None where each rank has it whole."""
+        """Return the dimension and process group of the cut; None, None if each rank has the whole parameter."""
         for axis, placement in enumerate(getattr(self.parameter, "placements", ())):
             if placement.is_shard():
                 return placement.dim, self.parameter.device_mesh.get_group(axis)
@@ -48,12 +48,12 @@ class Shard(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """How a model is spread.
+    """Distribution of a model over ranks.
 
     Attributes:
-        shards: by id of the module and name of the parameter there; a shared parameter stands at each of its places.
-        ranks: all that keep parts, as they are numbered in the default process group.
-        device: where a forward computes.
+        shards: by id of the module and name of the parameter there; a shared parameter is listed at each place.
+        ranks: all ranks that keep parts, by their numbers in the default process group.
+        device: device on which a forward computes.
     """
 
     shards: dict[tuple[int, str], Shard]
@@ -62,7 +62,7 @@ class Sharding(NamedTuple):
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Did `fully_shard` take a module inside `model`, or DeepSpeed a parameter?"""
+    """Return whether `fully_shard` shards a module inside `model`, or DeepSpeed a parameter."""
     modules = {id(module): module for module in model.modules()}
     if not any(_MARK in vars(module) for module in modules.values()):
         return _is_partitioned(model)
@@ -72,16 +72,16 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def plain_class(kind: type) -> type:
-    """The class that `kind` was before `fully_shard` derived others from it."""
+    """Return the class that `kind` was before `fully_shard` derived other classes from it."""
     while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
         kind = kind.__bases__[1]
     return kind
 
 
 def is_hook(hook: Any) -> bool:
-    """Does this hook gather or free parameters around a forward (FSDP2), or count forwards (DeepSpeed)?
+    """Return whether `hook` gathers or frees parameters around a forward (FSDP2), or counts forwards (DeepSpeed).
 
-    Those of DeepSpeed that gather are none: with them each forward needs all ranks.
+    False for hooks of DeepSpeed that gather: with them each forward needs all ranks.
     """
     function = inspect.unwrap(hook)
     module = getattr(function, "__module__", None)
@@ -94,7 +94,7 @@ def is_hook(hook: Any) -> bool:
 
 
 def sharding_of(model: nn.Module) -> Sharding | Reason:
-    """How a model is spread for which `is_sharded` holds, or why it cannot be read whole from its parts."""
+    """Return the sharding of a model for which `is_sharded` holds, or why it cannot be gathered from its parts."""
     return _partition_of(model) if _is_partitioned(model) else _fully_sharded(model)
 
 
@@ -103,9 +103,9 @@ def _is_partitioned(model: nn.Module) -> bool:
 
 
 def _partition_of(model: nn.Module) -> Sharding | Reason:
-    """Of DeepSpeed's ZeRO-3. What it has gathered is freed again, so that no graph or merged weight may lie in it.
+    """Return the sharding by ZeRO-3. DeepSpeed frees gathered memory, so that no graph or merged weight may use it.
 
-    In stock a forward needs all ranks even then: a hook of DeepSpeed compares what they do.
+    In stock a forward needs all ranks even after gathering: a hook of DeepSpeed compares what the ranks do.
     """
     shards: dict[tuple[int, str], Shard] = {}
     ranks: set[tuple[int, ...]] = set()
@@ -161,7 +161,7 @@ def _fully_sharded(model: nn.Module) -> Sharding | Reason:
 
 
 def _states() -> list[Any]:
-    """Of all modules in this process that `fully_shard` took: a part's state may hang at a module around the model."""
+    """Return the states of all modules in this process that `fully_shard` shards, also of modules around the model."""
     from torch.distributed._composable_state import _module_state_mapping
 
     found = {id(state): state for reference in list(_module_state_mapping.values())
@@ -197,9 +197,9 @@ def _parameter_reason(name: str, parameter: Any) -> Reason | None:
 
 
 def _policy_reason(name: str, module: nn.Module, model: nn.Module, dtypes: set[torch.dtype]) -> Reason | None:
-    """Casts at the borders of modules that change what one dtype throughout would compute.
+    """Return which module's casts of outputs change what one dtype throughout would compute, or None.
 
-    A module's inputs come in the dtype of the parameters, where that is one; the model's logits may become wider.
+    A module's inputs come in the parameters' dtype, if they have only one; the model's logits may become float32.
     """
     if not hasattr(module, "_get_fsdp_state"):
         return None

@@ -1,4 +1,4 @@
-"""Qwen3, Qwen3-MoE and Llama: the decoder's layers on packed tokens, with merged projections, fused ops and pages.
+"""Executor of Qwen3, Qwen3-MoE and Llama: layers on packed tokens with merged projections, fused ops and pages.
 
 Follows `Qwen3Model.forward`, `Qwen3DecoderLayer.forward` and `Qwen3Attention.forward` of transformers 5.17 to 5.24 and
 their like in the other families, rounding included. A projection that is not a plain layer (LoRA, quantized) is called
@@ -55,13 +55,13 @@ from hf_paged.parallel.group import SINGLE, ParallelGroup
 logger = logging.getLogger(__name__)
 
 QKV = ("q_proj", "k_proj", "v_proj")
-QKV_GROUP = ".qkv"  # ends the name of these in a layer
+QKV_GROUP = ".qkv"  # ends the name of a layer's group of q, k, v
 GATE_UP = ("gate_proj", "up_proj")
 HEAD = "lm_head"
 
 
 class LayerParts(NamedTuple):
-    """What else a step asks of a layer."""
+    """Parts of a layer that a step uses besides merged projections."""
 
     input_norm: Any
     head_norms: tuple[Any, Any] | None  # of query and key heads
@@ -71,42 +71,42 @@ class LayerParts(NamedTuple):
     mlp: Any
     has_silu: bool
     down_proj: RowProduct | CopiedLinears | None  # None: a block of experts
-    o_linear: Callable[..., torch.Tensor]  # what the two take their products by: a norm behind them may add up parts
+    o_linear: Callable[..., torch.Tensor]  # both compute a projection's product, or its parts for a norm to sum
     down_linear: Callable[..., torch.Tensor]
 
 
 class FusedExecutor(DecoderExecutor):
-    """Runs the layers of one family by code of its own; `MergedWeight` and `LayerOps` say with what.
+    """Executor that runs the layers of one family by its own code, on `MergedWeight` and with `LayerOps`.
 
-    Under autocast dense models run so, with `CopiedWeights`; what else there is (adapters, quantized layers, experts)
-    runs as its modules stand.
+    Under autocast a dense model of plain linear layers runs so with `CopiedWeights`; any other model (quantized
+    layers, experts) runs by its own modules.
     """
 
     def __init__(self, model: PreTrainedModel, *, family: Family, **techniques: bool) -> None:
         super().__init__(model, family=family, **techniques)
         self._has_head_norms = "q_norm" in family.parts
         self._rope = RopeTable()
-        # The state of the modules whose weights passed, and to which dtype they were cast then.
+        # The state of the modules whose weights passed the checks, and the dtype to which calls cast then.
         self._checked: tuple[Look, torch.dtype | None] | None = None
         self._copied: CopiedWeights | None = None
         self._groups: LinearGroups | None = None
-        self._runs_modules = False  # as they stand, under autocast
+        self._runs_modules = False  # whether modules run as they stand, under autocast
         self._memory: AdjacentMemory | None = None
         self._merged: dict[str, MergedWeight] = {}
-        self._held: list[torch.Tensor] = []  # what merged tensors read stays allocated, whoever re-points a parameter
+        self._held: list[torch.Tensor] = []  # keeps what merged tensors read if a parameter is re-pointed
         self._qkv: list[Projections] = []
         self._gate_up: list[Projections | None] = []  # None: a block of experts
         self._parts_of_layers: list[LayerParts] = []
-        self._parts_copies: dict[str, CopiedLinears] | None = None  # that they compute with
-        # What parts were looked up of: modules, what was read off them, and where the weights of linear layers lay.
+        self._parts_copies: dict[str, CopiedLinears] | None = None  # that the parts compute with
+        # What the parts belong to: modules, the look at them, and the places of linear layers' weights.
         self._untouched: Untouched | None = None
         self._parts_look: tuple[Look, torch.dtype | None] | None = None
         self._parts_merged: dict[str, MergedWeight] = {}
-        self._plain_linears: list[nn.Module] = []  # none where nothing is merged
+        self._plain_linears: list[nn.Module] = []  # none if nothing is merged
         self._places: list[list] = []
-        self._adapters: Adapters | None = None  # None: not looked for yet
-        self._joins = False  # may a product of few rows come to the kernel behind it in parts?
-        self._one_launch: OneLaunch | None = None  # None: the layers are not for it
+        self._adapters: Adapters | None = None  # None: not read yet
+        self._joins = False  # whether the next kernel may sum the parts of a product of few rows
+        self._one_launch: OneLaunch | None = None  # None: its kernel does not support the layers
 
     def prepare(self, max_model_len: int) -> None:
         spec, look = self.kv_spec(), self.look()
@@ -130,7 +130,7 @@ class FusedExecutor(DecoderExecutor):
             self._one_launch.look_again()
 
     def _check_weights(self, spec: KVSpec, look: Look) -> None:
-        """Once for every state of the modules: kernels do not look at shapes in every step."""
+        """Check shapes once for every state of the modules, since kernels do not check them in every step."""
         cast = self.autocast
         if self._checked is None or self._checked[0] is not look or self._checked[1] != cast:
             heads = self.model.config.num_attention_heads // self.group.size
@@ -139,25 +139,25 @@ class FusedExecutor(DecoderExecutor):
             self._checked = look, cast
 
     def _prepare_copies(self) -> None:
-        """What the calls that run now need of copies, their content aside (see `refresh`)."""
+        """Make or drop copies as the running calls need them; `refresh` fills them."""
         self._runs_modules = self.autocast is not None and not self._can_cast_by_copies()
         if self.autocast is None or self._runs_modules:
             self._drop_copies()
-            self._groups = None if self.autocast is None else self._groups  # they keep replaced layers alive
+            self._groups = None if self.autocast is None else self._groups  # groups keep replaced layers alive
             return
         groups = self._all_groups()
         if self._copied is None or not self._copied.fit(groups, self.autocast):
-            self._drop_copies()  # first: both may not fit
+            self._drop_copies()  # first: memory may not hold both
             self._copied = CopiedWeights(groups, self.autocast)
         self._copied.take_back()
 
     def _drop_copies(self) -> None:
         if self._copied is not None:
             self._copied = self._parts_copies = self._parts_look = None
-            self._qkv, self._gate_up, self._parts_of_layers = [], [], []  # which hold copies as well
+            self._qkv, self._gate_up, self._parts_of_layers = [], [], []  # these hold copies as well
 
     def _can_cast_by_copies(self) -> bool:
-        """Is there nothing but plain linear layers, and nothing else for autocast to cast?"""
+        """Return whether autocast would cast nothing but plain linear layers."""
         if type(self.model.model.embed_tokens) is not nn.Embedding:
             return False
         if any(_has_experts(layer.mlp) or not isinstance(layer.mlp.act_fn, SILU) for layer in self._layers()):
@@ -165,7 +165,7 @@ class FusedExecutor(DecoderExecutor):
         return self._all_groups().can_be_copied()
 
     def _all_groups(self) -> LinearGroups:
-        """All linear layers of a dense model whose products are taken, those with the same input together."""
+        """Return all linear layers of a dense model whose products are computed, grouped by input."""
         if self._adapters is None:
             self._look_up_adapters(self.look())
         model, adapters = self.model, self._adapters
@@ -180,7 +180,7 @@ class FusedExecutor(DecoderExecutor):
         return self._groups
 
     def _copies(self) -> dict[str, CopiedLinears] | None:
-        """Another object whenever the copies are other tensors."""
+        """Return the copies by name; another dict whenever the copies are other tensors."""
         return None if self._copied is None else self._copied.by_name
 
     def refresh(self, checksum: torch.Tensor | None) -> None:
@@ -211,7 +211,7 @@ class FusedExecutor(DecoderExecutor):
         return copies if self._adapters is None else [*copies, *self._adapters.tensors()]
 
     def _look_up_adapters(self, look: Look) -> None:
-        """What was found before stays where the LoRA layers are as they were."""
+        """Read the adapters of LoRA layers; keeps what was read before if the layers are unchanged."""
         read, groups = (look, self._row_names, self.autocast), self._groups_with_adapters()
         if self._adapters is not None and self._adapters.hold(groups, *read):
             return
@@ -223,7 +223,7 @@ class FusedExecutor(DecoderExecutor):
         self._adapters = found
 
     def _groups_with_adapters(self) -> list[tuple[nn.Module, ...]]:
-        """Layers whose LoRA kernels apply, those with one input together; without kernels PEFT's run as they stand."""
+        """Return layers, grouped by input, whose LoRA kernels may apply; none if PEFT's layers run as they stand."""
         groups: list[tuple[nn.Module, ...]] = []
         by_tables = is_loaded() and self._ops is FUSED and not self.group.is_parallel
         if by_tables and reads_tables(self.kv_spec().device):
@@ -277,12 +277,12 @@ class FusedExecutor(DecoderExecutor):
         return self._untouched is not None and self._untouched.holds(self.model.model)
 
     def _places_now(self) -> list[list]:
-        """Which parameters are the weights of plain linear layers, and where they lie; keeps none of them alive."""
+        """Return ids and places of the weights of plain linear layers, without keeping the weights alive."""
         weights: list[torch.Tensor] = [vars(linear)["_parameters"]["weight"] for linear in self._plain_linears]
         return [list(map(id, weights)), *places(weights)]
 
     def _are_all_merged(self) -> bool:
-        """Have all groups of layers a merged weight, or a copy?"""
+        """Return whether all groups of layers have a merged weight or a copy."""
         return all(one.weight is not None for one in self._projections_held())
 
     def _projections_held(self) -> list[Projections]:
@@ -295,7 +295,7 @@ class FusedExecutor(DecoderExecutor):
         groups = [of for i, layer in enumerate(self._layers()) for of in _groups(i, layer).values()]
         plain = [linear for of in groups for linear in self._bases(of) if is_plain_linear(linear)]
         self._plain_linears = plain if self._merged else []
-        self._places = self._places_now()  # first: what changes meanwhile is seen next time
+        self._places = self._places_now()  # first, so that later changes are noticed
         self._qkv, self._gate_up = self._collect()
         self._parts_of_layers = self._collect_parts()
         self._parts_copies, self._parts_merged = self._copies(), dict(self._merged)
@@ -307,7 +307,7 @@ class FusedExecutor(DecoderExecutor):
         self._untouched = untouched  # last: after an interrupt all is looked up again
 
     def _may_run_at_once(self, whole: bool) -> bool:
-        """`whole`: one device computes in the model's own dtype."""
+        """Return whether one launch may run all layers; `whole`: one device computes in the model's own dtype."""
         if not (whole and self._wants_one_launch):
             return False
         spec = self.kv_spec()
@@ -323,7 +323,7 @@ class FusedExecutor(DecoderExecutor):
         return self._parts_of_layers, self._qkv, self._gate_up, self.model.model.norm
 
     def _run_at_once(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor | None:
-        """All layers and the final norm by one launch; None: this step is not for it, or not yet."""
+        """Run all layers and the final norm in one launch; None if the kernel cannot run this step, or not yet."""
         assert self._rope.cos is not None and self._rope.sin is not None
         if self._one_launch is None or step.adapters is not None or (found := step.decode_rows) is None:
             return None
@@ -340,7 +340,7 @@ class FusedExecutor(DecoderExecutor):
             return self.hidden_states_of_modules(input_ids, step)
         decoder, ops, cos, sin = self.model.model, self._ops, self._rope.cos, self._rope.sin
         assert cos is not None and sin is not None, "prepare() comes first"
-        # A streaming caller's code runs between steps. What kernels write here, copies, a dry run would not.
+        # A streaming caller's code runs between steps, and may change modules. A dry run would not fill the copies.
         if not self._is_untouched() and not is_dry():
             self._look_up_adapters(self.look())
             if self.autocast is not None:
@@ -355,8 +355,8 @@ class FusedExecutor(DecoderExecutor):
             return normed_last
         tables = ops.step_tables(cos, sin, step.positions)
         residual: torch.Tensor | None = None
-        ranks = SINGLE  # over which delta has still to be added up
-        lora: Delta | None = None  # which LoRA has still to add to it
+        ranks = SINGLE  # over which delta still has to be summed
+        lora: Delta | None = None  # the LoRA update that still has to be added to delta
         wanted, narrow = step.wanted, narrow_layer(len(self._parts_of_layers))
         for i in self._different_layers() if is_dry() else range(len(self._parts_of_layers)):
             layer, qkv, gate_up = self._parts_of_layers[i], self._qkv[i], self._gate_up[i]
@@ -390,7 +390,7 @@ class FusedExecutor(DecoderExecutor):
         return rows.ordered() if rows is not None and self._adapters else rows
 
     def _different_layers(self) -> list[int]:
-        """Of layers that launch the same kernels the first two, since what comes before counts, and the last."""
+        """Return, of layers that launch the same kernels, the first two (their predecessors differ) and the last."""
         alike: dict[tuple, list[int]] = {}
         for i, layer in enumerate(self._layers()):
             parts, projections = self._parts_of_layers[i], (self._qkv[i], self._gate_up[i])
@@ -401,11 +401,11 @@ class FusedExecutor(DecoderExecutor):
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None, norm: Any,
                   lora: Delta | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`lora`: what has still to be added to delta."""
+        """Add delta to the residual, and normalize; `lora`: what still has to be added to delta."""
         args = residual, norm.weight, norm.variance_epsilon
         if self._joins and delta.dim() == 3:
             return self._ops.join_add_rms_norm(delta, *args)
-        if ranks is SINGLE:  # under autocast what is normed goes to linear layers, which cast it
+        if ranks is SINGLE:  # under autocast linear layers read the normed tensor, and cast it
             if lora is not None:
                 lora_expand_unchecked(delta, *lora)
             return self._ops.add_rms_norm(delta, *args, self.autocast)
@@ -433,7 +433,7 @@ class FusedExecutor(DecoderExecutor):
              self._mlp_constants(layer.mlp))
             for layer in self._layers() for a in (layer.self_attn,)
         ]
-        # What the windows are made of, as it is: this is asked of models that were not looked at, too.
+        # The raw fields, since `windows` could fail here on a model that eligibility has not checked.
         config = self.model.config
         windows: list[Any] = [repr(getattr(config, name, None)) for name in ("sliding_window", "layer_types")]
         windows += [getattr(layer.self_attn, "sliding_window", None) for layer in self._layers()]
@@ -459,7 +459,7 @@ class FusedExecutor(DecoderExecutor):
         return implementation, type(mlp.experts.act_fn).__qualname__, *map(plain_values, (mlp.gate, mlp.experts))
 
     def _merge(self, device: torch.device) -> None:
-        """Merge parameters that never were, layer by layer: all weights twice may be more than the device has."""
+        """Merge unmerged parameters layer by layer, since the device may not hold all weights twice."""
         if self._memory is None or self._memory.device != device:
             self._memory = adjacent_memory(device)
         if self._memory is None:
@@ -477,7 +477,7 @@ class FusedExecutor(DecoderExecutor):
         self._memory.finish()
 
     def _collect(self) -> tuple[list[Projections], list[Projections | None]]:
-        """Every layer's q, k, v and gate, up projections as they are now."""
+        """Return every layer's q, k, v and gate, up projections as they are now."""
         found = [
             {key: self._projections(key, linears) for key, linears in _groups(i, layer).items()}
             for i, layer in enumerate(self._layers())
@@ -485,7 +485,7 @@ class FusedExecutor(DecoderExecutor):
         return [of[f"{i}{QKV_GROUP}"] for i, of in enumerate(found)], [of.get(f"{i}.mlp") for i, of in enumerate(found)]
 
     def _collect_parts(self) -> list[LayerParts]:
-        """What else every layer is made of now."""
+        """Return every layer's other parts as they are now."""
         found = [
             LayerParts(
                 layer.input_layernorm,
@@ -508,7 +508,7 @@ class FusedExecutor(DecoderExecutor):
         return self._ops.linear_parts if alone else self._ops.linear
 
     def _bases(self, linears: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
-        """The layers whose products are taken: of LoRA those inside, where kernels add the rest."""
+        """Return the layers whose products are computed: of a LoRA layer the base layer, if kernels add the update."""
         return tuple(map(self._adapters.base, linears)) if self._adapters else linears
 
     def _row_product(self, key: str, linear: nn.Module) -> RowProduct | CopiedLinears:
@@ -518,7 +518,7 @@ class FusedExecutor(DecoderExecutor):
         return RowProduct.of(self._bases((linear,))[0], lora)
 
     def _projections(self, key: str, linears: tuple[nn.Module, ...]) -> Projections:
-        """With the merged weight as long as the parameters are the merged ones and still lie there, or with copies."""
+        """Return projections with copies, or with the merged weight if the merged parameters still lie in it."""
         lora = self._adapters.group(linears) if self._adapters else None
         linears = self._bases(linears)
         if self._copied is not None and (copied := self._copied.by_name.get(key)) is not None:
@@ -526,14 +526,14 @@ class FusedExecutor(DecoderExecutor):
         merged = self._merged.get(key)
         intact = merged is not None and merged.belongs_to(linears)
         weight = merged.current() if merged is not None and intact else None
-        in_parts = self._joins and lora is None and key.endswith(QKV_GROUP)  # which the kernel behind it adds up
+        in_parts = self._joins and lora is None and key.endswith(QKV_GROUP)  # the next kernel sums them
         linear = self._ops.linear_parts if in_parts else self._ops.linear
         return Projections(linears, weight, all(map(is_plain_linear, linears)), self._ops, linear, lora=lora)
 
 
 def narrow_layer(num_layers: int) -> int:
-    """From whose attention on only those tokens are computed whose final hidden states are read: of others later layers
-    need keys and values alone, and there is none behind the last."""
+    """Return the layer from whose attention on only tokens whose final hidden states are read are computed: of other
+    tokens later layers need only keys and values, and the last layer has no later one."""
     return num_layers - 1
 
 
@@ -549,7 +549,7 @@ def _weights_and_epsilon(norms: tuple[Any, Any] | None) -> tuple[torch.Tensor | 
 
 
 def _groups(i: int, layer: Any) -> dict[str, tuple[nn.Module, ...]]:
-    """The linear layers of a decoder layer that have the same input; experts are none."""
+    """Return the linear layers of a decoder layer that share an input, without experts."""
     groups = {f"{i}{QKV_GROUP}": tuple(getattr(layer.self_attn, name) for name in QKV)}
     if not _has_experts(layer.mlp):
         groups[f"{i}.mlp"] = tuple(getattr(layer.mlp, name) for name in GATE_UP)
@@ -557,7 +557,7 @@ def _groups(i: int, layer: Any) -> dict[str, tuple[nn.Module, ...]]:
 
 
 def _all_groups(i: int, layer: Any) -> dict[str, tuple[nn.Module, ...]]:
-    """`_groups`, and those that are alone with their input."""
+    """Return `_groups`, and the linear layers that share their input with no other."""
     groups = {**_groups(i, layer), f"{i}.o_proj": (layer.self_attn.o_proj,)}
     if not _has_experts(layer.mlp):
         groups[f"{i}.down_proj"] = (layer.mlp.down_proj,)

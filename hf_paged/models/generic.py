@@ -1,8 +1,8 @@
-"""Any family of `families.py`: its stock modules on packed tokens [1, T], with attention over the pages.
+"""Executor of any family of `families.py`: stock modules on packed tokens [1, T], with attention over the pages.
 
 Nothing of the model is replaced: the decoder's own forward runs, and its attention modules find `paged_calls`' function
-in their config. So what a family computes besides attention need not be known here, only that it looks at each token
-alone, which is so for transformers' own classes.
+in their config. So this file need not know what a family computes besides attention, only that it computes each token
+by itself, as transformers' own classes do.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from hf_paged.models.plain_linear import all_columns, apply_head
 
 
 class GenericExecutor(DecoderExecutor):
-    """Runs the decoder of one family as it stands; there are no weights to merge and no ops to fuse."""
+    """Executor that runs the decoder of one family as it stands; it merges no weights and fuses no ops."""
 
     calls_modules = True
 
     def prepare(self, max_model_len: int) -> None:
-        """Nothing is kept besides the modules."""
+        """Do nothing: nothing is kept besides the modules."""
 
     def refresh(self, checksum: torch.Tensor | None) -> None:
-        """Nothing is kept besides the modules."""
+        """Do nothing: nothing is kept besides the modules."""
 
     def is_current(self) -> bool:
         return True
 
     def let_go(self) -> None:
-        """Nothing is kept besides the modules."""
+        """Do nothing: nothing is kept besides the modules."""
 
     def release(self) -> None:
-        """Nothing is kept besides the modules."""
+        """Do nothing: nothing is kept besides the modules."""
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         return self.hidden_states_of_modules(input_ids, step)

@@ -1,4 +1,4 @@
-"""What a decoder layer computes besides attention: hf_paged's kernels, or torch's own ops in their place."""
+"""Operations of a decoder layer besides attention: hf_paged's kernels, or torch's own ops in their place."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hf_paged.kernels.layer.store_kv import store_kv_unchecked
 
 
 class LayerOps(NamedTuple):
-    """One function an op; arguments and results as in `hf_paged.kernels`, unchecked.
+    """Functions, one for each operation; arguments and results as in `hf_paged.kernels`, unchecked.
 
-    What comes from outside is looked at before: weights in `FusedExecutor.prepare`, what called modules return there.
+    Tensors are checked before: weights in `FusedExecutor.prepare`, results of called modules in `apply_module`.
     """
 
     linear: Callable[..., torch.Tensor]
@@ -42,7 +42,7 @@ def _linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _linear_parts(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`linear_parts`, but for a layer with a bias: all of it."""
+    """Compute `linear_parts`; for a layer with a bias the whole product."""
     return linear_parts_unchecked(x, weight) if bias is None else linear_unchecked(x, weight, bias)
 
 
@@ -52,6 +52,6 @@ def _as_they_are(*tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 FUSED = LayerOps(linear_unchecked, _linear_parts, join_add_rms_norm_unchecked, linear_silu_mul_unchecked,
                  silu_mul_unchecked, add_rms_norm_unchecked, step_tables, qk_norm_rope_store_unchecked)
-# The cache is written by a kernel in any case: torch would have to ask the device which tokens are to be written.
+# A kernel writes the cache in any case: torch's ops would wait for the device to learn which tokens to write.
 PLAIN = LayerOps(F.linear, F.linear, join_add_rms_norm_reference, _linear_silu_mul, silu_mul_reference,
                  add_rms_norm_reference, _as_they_are, partial(qk_norm_rope_store_reference, store=store_kv_unchecked))

@@ -1,4 +1,4 @@
-"""A dense decoder's linear layers, those with one input together: looked up once, and read at the speed of C."""
+"""Linear layers of a dense decoder, grouped by input: looked up once, and read at the speed of C."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _HOOKS, _PRE_HOOKS = map(operator.itemgetter, ("_forward_hooks", "_forward_pre_h
 
 
 class LinearGroups:
-    """Linear layers by name, as they were found in some modules; so they are while these `hold`.
+    """Linear layers by name, as they were found in some modules; valid while `hold` returns True.
 
-    Looking up a few hundred layers by their attributes takes longer than enqueueing what is done with them. The layers
-    and what they hold stay alive as long as this does.
+    Looking up a few hundred layers by their attributes takes longer than enqueueing the work on them. The layers and
+    what they hold stay alive as long as this object does.
 
     Args:
-        by_name: layers, those with one input together.
-        through: the modules in whose children they were found.
-        others: what else they were found by; told apart by identity.
+        by_name: layers, grouped by input.
+        through: the modules in whose children the layers were found.
+        others: further objects that the search depended on, compared by identity.
     """
 
     def __init__(self, by_name: Mapping[str, tuple[Any, ...]], through: Iterable[nn.Module] = (),
@@ -35,15 +35,15 @@ class LinearGroups:
         self._others = list(others)
         self._layers = list(chain.from_iterable(by_name.values()))
         self._spaces = list(map(vars, self._layers))
-        # Of each group the weights, then the biases.
+        # For each group its weights, then its biases.
         self._places = [(vars(layer), kind) for layers in by_name.values() for kind in ("weight", "bias")
                         for layer in layers]
-        self.sizes = [(name, 2 * len(layers)) for name, layers in by_name.items()]  # of each group in `tensors`
+        self.sizes = [(name, 2 * len(layers)) for name, layers in by_name.items()]  # of the groups in `tensors`
         self._asked: tuple | None = None
         self._can_be_copied = False
 
     def hold(self, others: Iterable[object] = ()) -> bool:
-        """Would the same layers be found now? Parameters, hooks and classes are read anew anyway."""
+        """Return whether the same layers would be found now; parameters, hooks and classes are read anew anyway."""
         if not all(map(operator.is_, self._others, others)):
             return False
         names, inside = self._found()
@@ -53,13 +53,13 @@ class LinearGroups:
         return list(chain.from_iterable(self._children)), list(chain.from_iterable(map(dict.values, self._children)))
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """Of each group all weights, then all biases, as they are now; None where a layer has none."""
+        """Return for each group all weights, then all biases, as they are now; None for a layer without."""
         return [space["_parameters"].get(kind) for space, kind in self._places]
 
     def can_be_copied(self) -> bool:
-        """Are all plain layers of one GPU's whole model, with biases in all or in none of those with one input?"""
+        """Return whether all are plain layers of an unsharded model, with biases in all or in none of each group."""
         spaces, tensors = self._spaces, self.tensors()
-        asked = (  # all that the answer depends on
+        asked = (  # all that the result depends on
             list(map(type, self._layers)), list(map(len, spaces)),
             list(map(operator.contains, spaces, repeat("forward"))),
             list(map(len, map(_HOOKS, spaces))), list(map(len, map(_PRE_HOOKS, spaces))),

@@ -1,8 +1,8 @@
 """PEFT's LoRA over plain linear layers, as fused layers compute it: two launches for all layers that read one input.
 
-Follows `peft.tuners.lora.layer.Linear.forward` and `_mixed_batch_forward` of PEFT 0.18 to 0.21, rounding included but
-for sums that a kernel keeps in float32. Adapters are read where they lie, so a trained one needs no renewal. PEFT is
-never imported here; other tuners and LoRA's variants (DoRA) are called as they stand.
+Follows `peft.tuners.lora.layer.Linear.forward` and `_mixed_batch_forward` of PEFT 0.18 to 0.21, with their rounding but
+for sums that a kernel keeps in float32. Kernels read adapters in place, so a trained adapter needs no renewal. This
+file never imports PEFT; other tuners and LoRA's variants (DoRA) are called as they stand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class LoraLayer(NamedTuple):
-    """A LoRA layer that was looked at: the plain layer inside, its adapters by name, and which of them are active."""
+    """LoRA layer as it was read: the plain layer inside, its adapters by name, and names of the active adapters."""
 
     module: Any
     base: nn.Linear
@@ -35,12 +35,12 @@ class LoraLayer(NamedTuple):
     active: tuple[str, ...]
 
     def key(self) -> tuple:
-        """Equal as long as it computes the same of the same values in the same places."""
+        """Return a key that stays equal as long as the layer computes the same from tensors at the same places."""
         return id(self.base), self.active, [(name, adapter.key()) for name, adapter in self.adapters.items()]
 
 
 def is_loaded() -> bool:
-    """Can there be a LoRA layer at all?"""
+    """Return whether PEFT's LoRA is imported: else there can be no LoRA layer."""
     return _MODULE in sys.modules
 
 
@@ -54,7 +54,7 @@ def _is_patched() -> bool:
 
 
 def find_layers(modules: Iterable[nn.Module]) -> dict[int, LoraLayer]:
-    """By id, those of the modules that are LoRA as it is known here; none where their adapters are not of one dtype."""
+    """Return, by id, the modules that are LoRA layers this file supports; none if their adapters differ in dtype."""
     kind = _class()
     candidates = [module for module in modules if type(module) is kind]
     if not candidates or _is_patched():
@@ -65,14 +65,14 @@ def find_layers(modules: Iterable[nn.Module]) -> dict[int, LoraLayer]:
 
 
 def _read(module: Any) -> LoraLayer | None:
-    """None where its forward is more than the base's product and that of plain adapters."""
+    """Read a LoRA layer; returns None if its forward is more than the base's product and that of plain adapters."""
     base = module.base_layer
     if type(base) is not nn.Linear or not is_plain_linear(base) or not _is_bare(module):
         return None
     if module.lora_variant or not module.cast_input_dtype_enabled:
         return None
     if module.disable_adapters or module.merged:
-        # A disabled layer would unmerge in its forward.
+        # A disabled layer with merged adapters would unmerge them in its forward.
         return None if module.disable_adapters and module.merged else LoraLayer(module, base, {}, ())
     adapters: dict[str, Adapter] = {}
     for name in module.lora_A:
@@ -103,28 +103,28 @@ def _is_bare(module: nn.Module) -> bool:
 
 
 def reads_tables(device: torch.device) -> bool:
-    """Do kernels compute LoRA on this device? Else PEFT's own operations do."""
+    """Return whether kernels compute LoRA on this device; otherwise PEFT's own operations do."""
     return device.type == "cuda" and triton is not None
 
 
 def _num_outputs(module: nn.Module) -> int | None:
-    """Columns of its product, None where it does not say."""
+    """Return the columns of a layer's product, or None if its attributes do not say."""
     number = getattr(module, "out_features", None)
     return number if isinstance(number, int) else None
 
 
 class Adapters:
-    """The LoRA layers of a decoder that tables stand for, read at one time."""
+    """LoRA layers of a decoder, as they were read at one time, with the tables by which kernels find them."""
 
     def __init__(self, groups: Sequence[Sequence[nn.Module]], look: object = None, names: Sequence[str] = (),
                  autocast: torch.dtype | None = None) -> None:
-        """Read them off the modules.
+        """Read the LoRA layers off the modules.
 
         Args:
-            groups: linear layers that read one input; only those are looked at.
-            look: an object that is another one where anything of the modules but the tensors' places is.
-            names: of entries 1, 2, ...
-            autocast: to which dtype the calls cast.
+            groups: groups of linear layers that read one input; only these layers are read.
+            look: an object that is replaced whenever anything of the modules changes but the tensors' places.
+            names: adapters of entries 1, 2, ...
+            autocast: dtype to which the calls cast.
         """
         known = [group for group in groups if all(_num_outputs(module) is not None for module in group)]
         self._layers = find_layers(module for group in known for module in group)
@@ -136,7 +136,7 @@ class Adapters:
 
     def hold(self, groups: Sequence[Sequence[nn.Module]], look: object, names: Sequence[str],
              autocast: torch.dtype | None) -> bool:
-        """Would they be read again as they were? Answered without reading them again."""
+        """Return whether reading the layers again would give the same, without doing so."""
         if self._read != (look, tuple(names), autocast) or _is_patched():
             return False
         same = all(a is b for one, other in zip(self._modules, groups, strict=False)
@@ -144,7 +144,7 @@ class Adapters:
         return same and len(groups) == len(self._modules) and self._places == self._places_now()
 
     def take_over(self, other: Adapters) -> None:
-        """What `other`, of the same key, has loaded."""
+        """Take over what `other`, of the same key, has loaded."""
         self._groups = other._groups
 
     def _places_now(self) -> list[int]:
@@ -161,20 +161,20 @@ class Adapters:
         return bool(self._layers)
 
     def base(self, module: nn.Module) -> nn.Module:
-        """The plain layer inside one of the LoRA layers; else the module itself."""
+        """Return the plain layer inside one of the LoRA layers; of any other module the module itself."""
         layer = self._layers.get(id(module))
         return module if layer is None else layer.base
 
     def group(self, modules: Sequence[nn.Module]) -> AdaptedLayers | None:
-        """What `load` found of these modules; None: nothing is added to what their bases compute."""
+        """Return the adapters of these modules that `load` found; None if their base layers compute everything."""
         return self._groups.get(tuple(map(id, modules)))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Of what `load` found, in a fixed order."""
+        """Return the tensors that `load` made, in a fixed order."""
         return [tensor for layers in self._groups.values() for tensor in layers.tensors()]
 
     def load(self, device: torch.device) -> None:
-        """Send the device where the groups' adapters lie."""
+        """Send the addresses of the groups' adapters to the device."""
         members = {tuple(map(id, group)): self._members(group) for group in self._modules}
         found = {key: some for key, some in members.items() if some is not None}
         tables = make_tables(list(found.values()), device)
@@ -182,7 +182,7 @@ class Adapters:
             self._groups[key] = AdaptedLayers(table, any(self._layers[i].active for i in key if i in self._layers))
 
     def _members(self, group: Sequence[nn.Module]) -> Members | None:
-        """None where no layer of the group has an adapter now."""
+        """Return the members of a group's table; None if no layer of the group has an adapter now."""
         if not any(id(module) in self._layers for module in group):
             return None
         columns, found, first = [], [], 0

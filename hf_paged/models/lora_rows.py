@@ -1,4 +1,4 @@
-"""LoRA layers on packed tokens of which each goes through an adapter of its own, with PEFT's arithmetic."""
+"""LoRA layers on packed tokens, each token with an adapter of its own, with PEFT's arithmetic."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hf_paged.models.tuners import BASE, is_lora
 
 
 class AdapterRows(NamedTuple):
-    """Which adapter each of T tokens goes through.
+    """Adapters of T tokens.
 
-    ``entries`` [T] int32: 0 the model's active adapters, -1 none, i > 0 ``names[i - 1]`` alone. ``order``: the same for
-    kernels, where they read it.
+    ``entries`` [T] int32: 0 the model's active adapters, -1 none, i > 0 ``names[i - 1]`` alone. ``order``: the same in
+    the form that kernels read, or None.
     """
 
     entries: torch.Tensor
@@ -28,16 +28,16 @@ class AdapterRows(NamedTuple):
     order: RowOrder | None = None
 
     def ordered(self) -> AdapterRows:
-        """With `order`, of which all layers of a step have need."""
+        """Return the rows with `order`, which all layers of a step use."""
         return self._replace(order=order_rows(self.entries, 1 + len(self.names)))
 
 
 def apply_layer(layer: nn.Module, tokens: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
-    """[T, k] (of an embedding: ids [T]) -> [T, n] by a layer as it stands; LoRA by `rows`, where they are given."""
+    """Compute [T, k] (of an embedding: ids [T]) -> [T, n] by a layer as it stands; LoRA by `rows`, if given."""
     if rows is not None and is_lora(layer):
         base_layer: Any = layer.base_layer
         return _by_row(layer, tokens, rows, base_layer(tokens[None])[0])
-    # PEFT's hooks are some other call's.
+    # PEFT's hooks belong to another call, whose adapters must not apply.
     run: Any = layer.forward if layer._forward_pre_hooks and is_lora(layer) and has_only_names(layer) else layer
     result: torch.Tensor = run(tokens[None])[0]
     return result
@@ -45,9 +45,9 @@ def apply_layer(layer: nn.Module, tokens: torch.Tensor, rows: AdapterRows | None
 
 @contextmanager
 def by_row(layers: list[weakref.ref], rows: AdapterRows | None) -> Iterator[None]:
-    """Calls that this thread makes in here of these LoRA layers, on packed tokens [1, T], apply adapters by `rows`.
+    """Apply adapters by `rows` in this thread's calls of these LoRA layers, on packed tokens [1, T], in a ``with``.
 
-    Hooks do it, since stock's modules call the layers: none where `rows` is None and no layer has PEFT's hooks.
+    Hooks do it, since stock's modules call the layers. No hook is set if `rows` is None and no layer has PEFT's hooks.
     """
     found: list[Any] = [layer for reference in layers if (layer := reference()) is not None]
     if rows is None and not any(layer._forward_pre_hooks for layer in found):
@@ -74,9 +74,9 @@ def by_row(layers: list[weakref.ref], rows: AdapterRows | None) -> Iterator[None
 
 
 def _by_row(layer: Any, tokens: torch.Tensor, rows: AdapterRows, base: torch.Tensor) -> torch.Tensor:
-    """As `LoraLayer._mixed_batch_forward` over what the base layer made; active adapters as in the layer's forward.
+    """Compute `LoraLayer._mixed_batch_forward` from the base layer's result; active adapters as in the layer's forward.
 
-    All adapters are applied to all tokens, so that nothing has to be known of `rows` on the host.
+    All adapters are applied to all tokens, so that the host need not wait for the content of `rows`.
     """
     index = rows.entries[:, None]
     result = torch.where(index == 0, layer.forward(tokens[None])[0], base)
@@ -87,7 +87,7 @@ def _by_row(layer: Any, tokens: torch.Tensor, rows: AdapterRows, base: torch.Ten
 
 
 def _delta(layer: Any, name: str, tokens: torch.Tensor) -> torch.Tensor | None:
-    """What an adapter adds to the layer's result; None: nothing."""
+    """Return what an adapter adds to the layer's result; None if it adds nothing."""
     if name in layer.lora_A:
         down, up = layer.lora_A[name], layer.lora_B[name]
         product: torch.Tensor = up(down(tokens.to(down.weight.dtype))) * layer.scaling[name]

@@ -1,7 +1,7 @@
-"""Several linear layers' weights side by side in memory and read as one, while each stays a parameter of its own.
+"""Weights of several linear layers side by side in memory, read as one, while each stays a parameter of its own.
 
-Every weight has an ordinary storage of its own. A view of one merged tensor would share its storage, which accelerate
-and safetensors answer by dropping or refusing keys, and which offloading could not resize.
+Every weight has an ordinary storage of its own. A view of one merged tensor would share its storage: accelerate and
+safetensors drop or refuse keys of shared storages, and offloading cannot resize them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
 class MergedWeight:
-    """The weights [n_i, k] of linear layers as one [sum n_i, k], for one GEMM in place of several.
+    """Weights [n_i, k] of linear layers as one [sum n_i, k], for one GEMM in place of several.
 
-    Keeps the parameters (`weights`), but none of the memory that they are moved away from.
+    Keeps the parameters (`weights`) alive, but none of the memory that they are moved away from.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor], memory: AdjacentMemory) -> None:
-        """Move `weights` to `pieces`, which are adjacent, and may be where they are."""
+        """Move `weights` to the adjacent `pieces`, where they may lie already."""
         self.weights = tuple(weights)
         self._places = places(pieces)
-        # Under inference mode the memory could not be written by an optimizer later.
+        # Memory made under inference mode could not be written by an optimizer later.
         with torch.inference_mode(False), torch.no_grad():
             self._merged = memory.read_together(pieces)
             for weight, piece in zip(weights, pieces, strict=True):
@@ -39,26 +39,26 @@ class MergedWeight:
                     weight.data = piece
 
     def current(self) -> torch.Tensor | None:
-        """The merged tensor, or None once one of the weights has other memory, or less than it needs.
+        """Return the merged tensor; None if one of the weights has other memory now, or less than it needs.
 
-        It owns nothing: whoever reads it keeps the memory of its `weights` meanwhile.
+        The tensor owns no memory: its readers have to keep that of its `weights` alive.
         """
         return self._merged if places(self.weights) == self._places else None
 
     def lies_in(self, parameters: Set[int]) -> bool:
-        """Are all of the weights among a model's parameters, given by their ids? If not, they were replaced."""
+        """Return whether all weights are among a model's parameters, given by their ids; if not, they were replaced."""
         return all(id(weight) in parameters for weight in self.weights)
 
     def belongs_to(self, linears: Sequence[nn.Module]) -> bool:
-        """True while `linears` are plain layers that hold the very parameters that were merged."""
+        """Return whether `linears` are plain layers that hold the very parameters that were merged."""
         pairs = zip(linears, self.weights, strict=True)
         return all(is_plain_product(linear) and linear.weight is weight for linear, weight in pairs)
 
 
 def merge(groups: Sequence[Sequence[nn.Module]], memory: AdjacentMemory) -> list[MergedWeight | None]:
-    """Merge the weights of each group of linear layers; all that have to move are placed at once, which wastes least.
+    """Merge the weights of each group of linear layers; moving weights are placed in one go, which wastes least memory.
 
-    None for a group with a layer that is not plain, whose weight is not alone with its memory, or that found no place.
+    None for a group with a layer that is not plain, with a weight that shares its memory, or without free memory.
     """
     groups_of_weights = [_mergeable(linears) for linears in groups]
     moving = [weights for weights in groups_of_weights if weights and not are_adjacent(weights)]
@@ -74,7 +74,7 @@ def merge(groups: Sequence[Sequence[nn.Module]], memory: AdjacentMemory) -> list
 
 
 def places(tensors: Sequence[torch.Tensor]) -> list[list]:
-    """Where tensors lie, and as what; column by column: rows of a few hundred tensors take longer to make."""
+    """Return addresses, strides, shapes, dtypes and storage sizes as columns, which is faster than a row per tensor."""
     return [
         list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.stride, tensors)),
         list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors)), list(map(_NBYTES, map(_STORAGE, tensors))),
@@ -90,7 +90,7 @@ def _adjacent_places(groups: list[list[nn.Parameter]], memory: AdjacentMemory) -
 
 
 def _mergeable(linears: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The weights, or none where one is not a plain layer's, is unlike the others or shares its memory."""
+    """Return the weights; none if one is not a plain layer's, is unlike the others or shares its memory."""
     if not all(map(is_plain_product, linears)):
         return []
     weights: list[Any] = [linear.weight for linear in linears]
@@ -98,19 +98,19 @@ def _mergeable(linears: Sequence[nn.Module]) -> list[nn.Parameter]:
     alike = all((w.dtype, w.device, w.shape[1:]) == (first.dtype, first.device, first.shape[1:]) for w in weights)
     if not alike or not all(map(_fills_its_storage, weights)):
         return []
-    # One with an alias has to stay, or whoever holds the alias would go on writing to the old place.
+    # A weight with an alias must not move: writes through the alias would go to the old memory.
     return weights if are_adjacent(weights) or not any(map(_has_alias, weights)) else []
 
 
 def _has_alias(tensor: torch.Tensor) -> bool:
-    """Does anybody else (a state_dict, a `.data`, a numpy array) hold this tensor's storage?"""
+    """Return whether another object (a state_dict, a `.data`, a numpy array) holds this tensor's storage."""
     fresh = torch.empty(1, dtype=torch.uint8, device="cpu")
     users, alone = (torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (tensor, fresh))
     return users > alone
 
 
 def _fills_its_storage(weight: torch.Tensor) -> bool:
-    """An ordinary parameter with a storage of exactly its size: no part of a flat buffer, nor other processes'."""
+    """Return whether a parameter has a storage of exactly its size: no part of a flat buffer, not shared memory."""
     return (
         type(weight) is nn.Parameter
         and weight.numel() > 0

@@ -1,7 +1,7 @@
-"""Steps of few decode rows by one launch for all layers, where the kernel takes the model and is compiled.
+"""Steps of few decode rows in one launch for all layers, if the kernel supports the model and is compiled.
 
-The launch reads a table of where weights, norms and caches lie (`LayersPlan`). Making it allocates and copies to the
-device, so it is made in steps that run as they come, and again once anything in it has moved.
+The launch reads a table of the addresses of weights, norms and caches (`LayersPlan`). Making the table allocates and
+copies to the device, so it is made in eager steps, and again once any address in it has changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOT_PLAIN, _BIASES = "linear layers have LoRA, or are not plain ones", "linear 
 
 
 class Rows(NamedTuple):
-    """What a step says of its R rows of one new token each, in the order in which the kernel takes it.
+    """Inputs of a step of R rows of one new token each, in the order of the kernel's arguments.
 
     ``cos`` and ``sin`` [positions, D], ``slots`` [R] int32, ``positions`` and ``slot_mapping`` [R] int64,
     ``block_table`` [S, max_blocks] int32.
@@ -41,31 +41,31 @@ class Rows(NamedTuple):
 
 
 class OneLaunch:
-    """One model's plans, one for each number of rows, and whether their kernels are there.
+    """Plans of one model, one for each number of rows, and the state of their kernels.
 
-    Nobody waits for the compiler. A kernel that comes while requests run is taken when none does: it rounds otherwise
-    than the layers one by one, and a request is not to depend on when the compiler was done.
+    No step waits for the compiler. A kernel that is compiled while requests run is used once no request runs: it rounds
+    differently than layer by layer, and the tokens of a request must not depend on the time of compiling.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._key: tuple | None = None  # of the decoder whose plans these are
-        self._plans: dict[int, Any] = {}  # None: the kernel does not take it
+        self._key: tuple | None = None  # of the decoder that the plans are for
+        self._plans: dict[int, Any] = {}  # None: the kernel does not support it
         self._compiled: dict[int, Future[object]] = {}
         self._ready: set[int] = set()
         self._have_run: set[int] = set()  # a kernel's first launch loads it, which no graph can record
         self._captured: list[torch.Tensor] = []
 
     def look_again(self) -> None:
-        """No request runs: from now on the kernels that have come are taken."""
+        """Use the kernels that are compiled by now; to be called while no request runs."""
         self._ready |= {rows for rows, compiled in self._compiled.items() if compiled.done()}
 
     def is_ready(self, rows: int) -> bool:
-        """Would a step be computed by one launch? As far as is known: the kernel took the last one, and is compiled."""
+        """Return whether one launch would compute a step: the kernel supported the last one, and is compiled."""
         return rows in self._ready and support.why_not_on(self.device) is None
 
     def run(self, decoder: Decoder, hidden: torch.Tensor, rows: Rows) -> torch.Tensor | None:
-        """Embedded tokens [R, H] -> final normed hidden states [R, H]; None: not by one launch, nothing happened."""
+        """Compute final normed hidden states [R, H] of embedded tokens [R, H]; returns None if it cannot, unchanged."""
         captures, count = _is_captured(self.device), len(hidden)
         may_prepare = not (captures or is_dry())
         if support.why_not_on(self.device) is not None or not _fits(hidden, rows):
@@ -83,7 +83,7 @@ class OneLaunch:
             made: torch.Tensor = plan.run(hidden, *rows)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # it does not compile, or the driver refuses a cooperative launch (under MPS)
+        except Exception as error:  # compiling failed, or the driver refuses a cooperative launch (under MPS)
             support.refuse(self.device, error)
             if captures:
                 raise
@@ -95,30 +95,30 @@ class OneLaunch:
         return made
 
     def captured_tensors(self) -> list[torch.Tensor]:
-        """What launches that were captured since the last call read of ours."""
+        """Return the plans' tensors that launches captured since the last call read."""
         captured, self._captured = self._captured, []
         return captured
 
     def let_go(self) -> None:
-        """Hold no memory of weights and caches until the next step."""
+        """Release the memory of weights and caches until the next step."""
         self._key, self._plans = None, {}
 
     def _prepare(self, decoder: Decoder, key: tuple, hidden: torch.Tensor, rows: Rows) -> None:
-        """Make the plan for so many rows, and have its kernel compiled if it is not; on an error nothing is made."""
+        """Make the plan for so many rows, and start compiling its kernel if needed; after an error there is no plan."""
         if key != self._key:
             self._plans, self._key = {}, key
         count = len(hidden)
         try:
             plan = support.plan_of(decoder, count)
             compiled = compiled_ahead(partial(plan.run, hidden, *rows))
-        except torch.OutOfMemoryError:  # the layers one by one need no such memory
+        except torch.OutOfMemoryError:  # layer by layer no such memory is needed
             return
         except ValueError as error:
             logger.info("hf_paged: steps of %d rows run layer by layer: %s", count, error)
             self._plans[count] = None
             self._ready.discard(count)
             return
-        except Exception as error:  # a Gluon that is none of those that were tested, or no thread can be started
+        except Exception as error:  # an untested version of Gluon, or no thread can be started
             support.refuse(self.device, error)
             return
         self._plans[count], self._compiled[count] = plan, compiled
@@ -129,7 +129,7 @@ class OneLaunch:
 
 
 def why_not(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any], final_norm: Any) -> str | None:
-    """Why these layers (`LayerParts`, `Projections`) are not what the kernel computes, whatever their tensors."""
+    """Return why the kernel cannot run these layers (`LayerParts`, `Projections`), whatever their tensors, or None."""
     norms = [norm for layer in layers for norm in (layer.input_norm, layer.post_norm, *(layer.head_norms or ()))]
     if len({norm.variance_epsilon for norm in (*norms, final_norm)}) > 1:
         return "norms have several epsilons"
@@ -143,7 +143,7 @@ def why_not(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any], f
 
 def decoder_of(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any], final_norm: Any,
                caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Decoder:
-    """What the kernel reads, as it lies now, of layers that the kernel computes (`why_not`)."""
+    """Return the tensors, at their present places, that the kernel reads of layers that it supports (`why_not`)."""
     found = []
     for layer, heads, inner, cache in zip(layers, qkv, gate_up, caches, strict=True):
         head_norms = layer.head_norms or (None, None)
@@ -156,7 +156,7 @@ def decoder_of(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any]
 def _of_merged(projections: Any) -> str | None:
     if projections.lora is not None or not projections.are_plain:
         return _NOT_PLAIN
-    if projections.weight is not None:  # asked before every step that runs as it comes
+    if projections.weight is not None:  # first, since this runs before every eager step
         return None if projections.bias is None else _BIASES
     has_bias = any(linear.bias is not None for linear in projections.linears)
     return _BIASES if has_bias else "projections of one input are not merged"
@@ -169,7 +169,7 @@ def _of_weight(product: Any) -> str | None:
 
 
 def _fits(hidden: torch.Tensor, rows: Rows) -> bool:
-    """Is all that a step brings as the kernel reads it? What a plan has is looked at when it is made."""
+    """Return whether a step's tensors are as the kernel reads them; a plan's tensors are checked when it is made."""
     return (
         len(hidden) in support.ROWS and hidden.is_contiguous() and rows.cos.is_contiguous()
         and rows.sin.is_contiguous() and hidden.dtype == rows.cos.dtype == rows.sin.dtype

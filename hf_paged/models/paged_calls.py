@@ -1,8 +1,8 @@
 """Stock attention modules on pages: an implementation of transformers' `AttentionInterface` for the length of a call.
 
-A module looks its implementation up in its config at every call. `paged_call` puts our name there and takes it out
-again; the step travels as a keyword argument of the decoder's forward. Whoever else meets the name meanwhile (another
-thread's plain forward, a copy or a pickle that it makes) has no step, and gets what the config said before.
+A module looks its implementation up in its config at every call. `paged_call` sets the name "hf_paged" there and takes
+it out again; the step is a keyword argument of the decoder's forward. Other readers of the name in that time (another
+thread's plain forward, a copy or a pickle of the config) have no step, and get what the config said before.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from hf_paged.models.base import StepContext
 
 NAME = "hf_paged"
 STEP_ARGUMENT = "hf_paged_step"
-# Arguments that decoders hand down and attention over pages has no use for: not every module hands down its window.
+# Arguments that decoders hand down and paged attention does not use: not every module hands down its window.
 _IGNORED = frozenset({
     "position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
     "sliding_window",
 })
-# Implementations that take their name from the config again while they run; so do those of kernels of the Hub.
+# Implementations that read their name from the config again while they run; kernels of the Hub do so, too.
 _READS_CONFIG = ("flash", "paged|")
 
 _lock = threading.Lock()
 
 
 class WindowedStep(NamedTuple):
-    """A step, and by layer the window of the mask that stock would make."""
+    """Step, with the window of stock's mask for each layer."""
 
     step: StepContext
     windows: tuple[int | None, ...]
 
 
 class _Switched(NamedTuple):
-    """A config that paged calls are inside of, and the thread of each of them."""
+    """Config that paged calls have switched, and the thread of each of these calls."""
 
     config: PreTrainedConfig
     threads: list[int]
@@ -58,7 +58,7 @@ _switched: dict[int, _Switched] = {}  # by id of the config
 
 
 class PagedName(str):
-    """Our name in a config, with what the config says otherwise; deep copies and pickles of it are the latter."""
+    """Name "hf_paged" in a config, with the replaced name `stock`, which deep copies and pickles of it restore."""
 
     stock: str | None
 
@@ -77,7 +77,7 @@ def _paged_name(stock: str | None) -> PagedName:
 
 @contextmanager
 def paged_call(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
-    """Modules of these configs attend to pages in here where they are given a step; afterwards all is as before."""
+    """Let modules of these configs attend to pages when they get a step, in a ``with`` block; restores the configs."""
     held: list[PreTrainedConfig] = []
     try:
         for config in configs:
@@ -93,18 +93,18 @@ def paged_call(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
                 threads.remove(threading.get_ident())
                 if not threads:
                     config._attn_implementation = implementation_of(config)
-                    del _switched[id(config)]  # last: a fork in between puts the name back by it
+                    del _switched[id(config)]  # last: a forked child restores the name by it
 
 
 def implementation_of(config: PreTrainedConfig) -> str | None:
-    """`config._attn_implementation` as it is outside of paged calls."""
+    """Return `config._attn_implementation` as it is outside of paged calls."""
     name: str | None = config._attn_implementation
     return name.stock if isinstance(name, PagedName) else name
 
 
 def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
                **kwargs: Any) -> tuple[torch.Tensor, Any]:
-    """query [1, Hq, T, D], key and value [1, Hkv, T, D], rotated -> ([1, T, Hq, D], None), as stock's functions."""
+    """Attend like stock: rotated query [1, Hq, T, D], key and value [1, Hkv, T, D] -> ([1, T, Hq, D], None)."""
     step = kwargs.pop(STEP_ARGUMENT, None)
     if step is None:
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
@@ -119,14 +119,14 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
         raise UnsupportedModelError(f"{type(module).__name__} asks of its attention what pages do not have: "
                                     f"{', '.join(unknown) or f'dropout={dropout}'}")
     if softcap is not None and implementation_of(module.config) == "sdpa":
-        softcap = None  # sdpa, the default of Gemma 2 in transformers 5.17, leaves it out
+        softcap = None  # sdpa, the default of Gemma 2 in transformers 5.17, ignores it
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     (step, windows), layer = windowed, module.layer_idx
     caches, options = step.kv_cache(layer), AttentionOptions(scaling, windows[layer], softcap, s_aux)
-    if torch.is_autocast_enabled(query.device.type):  # attention of whatever kind then computes in its dtype
+    if torch.is_autocast_enabled(query.device.type):  # any attention then computes in the autocast's dtype
         query, key, value = (x.to(caches[0].dtype) for x in (query, key, value))
     store_kv(key, value, *caches, step.slot_mapping)
-    check_attention(query, *caches, options)  # what stock's own modules made
+    check_attention(query, *caches, options)  # stock's modules made these tensors
     return step.attend(layer, query, options)[None]
 
 
@@ -138,7 +138,7 @@ def _stock_attention(module: Any) -> Any:
 
 
 def _mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
-    """Only asked for by forwards that are not ours: a paged call brings a mask of its own."""
+    """Make stock's mask for plain forwards of other callers: a paged call brings a mask of its own."""
     stock = ALL_MASK_ATTENTION_FUNCTIONS.get(_stock_name(config))
     return None if stock is None else stock(*args, config=config, **kwargs)
 
@@ -155,7 +155,7 @@ def _stock_name(config: PreTrainedConfig) -> str | None:
 
 @at_fork.in_child
 def _renew_in_child() -> None:
-    """Calls of threads that a fork has not never come to their end: put back the names of their configs."""
+    """Restore the names in configs of paged calls whose threads a forked child lacks: there these calls never end."""
     global _lock
     _lock = threading.Lock()
     for key, (config, threads) in list(_switched.items()):

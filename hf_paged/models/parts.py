@@ -1,4 +1,4 @@
-"""The modules of a model by what has to stand where: own ones of a family, and layers that are called as they stand."""
+"""Modules of a model with their expected classes: a family's own modules, and layers that are called as they stand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ACTIVATIONS = ("act_fn", "activation_fn")
 
 
 class Part(NamedTuple):
-    """A module; `expected` is the class that has to stand there, None for a layer of any known kind (linear, LoRA)."""
+    """Module of a model; `expected` is the class it has to have, None for a layer of any known kind (linear, LoRA)."""
 
     name: str
     module: nn.Module
@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
 
 def parts_of(model: nn.Module, family: Family) -> list[Part]:
-    """All modules inside `model`; what is inside a layer that is called as it stands belongs to that layer."""
+    """Return all modules inside `model`, except modules inside of a layer that is called as it stands."""
     parts: list[Part] = []
     classes = {name: family.classes(name) for name in family.parts}
     if experts := classes.get("experts"):
@@ -32,7 +32,7 @@ def parts_of(model: nn.Module, family: Family) -> list[Part]:
         return parts
     body: Any = model.model
     _add(parts, "model.language_model", body.language_model, classes["model"], classes)
-    # Its vision tower has no part in calls with text alone.
+    # Calls with text alone do not use the vision tower.
     beside = {name: module for name, module in model.named_children() if module is not body}
     _collect(parts, "", nn.ModuleDict(beside), classes)
     return parts

@@ -1,4 +1,4 @@
-"""Linear layers whose forward is nothing but a product with a float weight."""
+"""Linear layers whose forward is only a product with a float weight."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, Vo
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Exactly `torch.nn.Linear`, or a rank's rows of one, over a float parameter, without hooks.
+    """Return whether a module is exactly `torch.nn.Linear` or a rank's rows of one, with a float weight, without hooks.
 
-    Patched classes: see `recognise`.
+    Eligibility checks whether these classes are patched.
     """
     return type(module) in (nn.Linear, ColumnParallelLinear) and _is_untouched(module)
 
 
 def is_plain_product(module: nn.Module) -> bool:
-    """`is_plain_linear`, and nothing is added to the product."""
+    """Return whether a module is a plain linear layer without bias."""
     return is_plain_linear(module) and module.bias is None
 
 
@@ -37,7 +37,7 @@ def _is_untouched(module: nn.Module) -> bool:
 
 def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
                  rows: AdapterRows | None = None) -> torch.Tensor:
-    """[T, k] -> [T, n] by `linear`; a layer that is not plain (LoRA, quantized) is called as it stands."""
+    """Compute [T, k] -> [T, n] by `linear`; a layer that is not plain (LoRA, quantized) is called as it stands."""
     if is_plain_linear(module):
         assert isinstance(module, nn.Linear)
         return linear(hidden, module.weight, module.bias)
@@ -47,7 +47,7 @@ def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., 
 
 
 def apply_module(module: nn.Module, hidden: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
-    """[T, k] -> [T, n] by a module as it stands; ValueError where it returns what the kernels do not take."""
+    """Compute [T, k] -> [T, n] by a module as it stands; ValueError if kernels cannot read its result."""
     result = apply_layer(module, hidden, rows)
     same = result.dtype == hidden.dtype or torch.is_autocast_enabled(hidden.device.type)
     if not same or result.dim() != 2 or result.stride(1) != 1:
@@ -58,7 +58,7 @@ def apply_module(module: nn.Module, hidden: torch.Tensor, rows: AdapterRows | No
 
 def row_product(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
                 rows: AdapterRows | None = None) -> tuple[torch.Tensor, ParallelGroup]:
-    """`apply_linear`, and the ranks whose products have still to be added up; `SINGLE` where that is done."""
+    """Return `apply_linear`, and the ranks whose products still have to be summed; `SINGLE` if there are none."""
     if type(module) is RowParallelLinear and module.bias is None and _is_untouched(module):
         return linear(hidden, module.weight, None), module.group
     return apply_linear(module, hidden, linear, rows), SINGLE
@@ -68,15 +68,15 @@ def product_and_delta(
     lora: AdaptedLayers | None, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     linear: Callable[..., torch.Tensor], rows: AdapterRows | None, shrunk: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Delta | None]:
-    """`linear` of hidden [T, k], and what LoRA has still to add to it; `shrunk`: see `AdaptedLayers.delta`."""
+    """Return `linear` of hidden [T, k], and the LoRA update still to be added; `shrunk`: see `AdaptedLayers.delta`."""
     delta = None if lora is None else lora.delta(hidden, rows, shrunk)
     return linear(hidden, weight, bias), delta
 
 
 class RowProduct(NamedTuple):
-    """`row_product` of a module that was looked at before; its parameters are read anew.
+    """Function that computes `row_product` of a module checked before, whose parameters it reads anew.
 
-    With `lora` the module is the layer inside, and who reads its product adds to it.
+    With `lora` the module is the base layer, and the kernel that reads its product adds the LoRA update.
     """
 
     module: Any
@@ -90,7 +90,7 @@ class RowProduct(NamedTuple):
     def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
                  rows: AdapterRows | None = None,
                  shrunk: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup, Delta | None]:
-        """Last what LoRA has still to add. `rows`: which adapters each row uses; None: those that are active."""
+        """Return the product, the ranks to sum over and the LoRA update to add. `rows`: None for active adapters."""
         if not self.is_plain:
             return *row_product(self.module, hidden, linear, rows), None
         module = self.module
@@ -100,12 +100,12 @@ class RowProduct(NamedTuple):
 
 def apply_head(head: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
                rows: AdapterRows | None = None) -> torch.Tensor:
-    """[R, k] -> [R, this rank's own columns]; all columns of a head that is not sharded."""
+    """Compute [R, k] -> [R, this rank's own columns]; all columns of a head that is not sharded."""
     if type(head) is VocabParallelHead:
         return linear(hidden, head.weight, head.bias)
     return apply_linear(head, hidden, linear, rows)
 
 
 def all_columns(head: nn.Module, columns: torch.Tensor) -> torch.Tensor:
-    """What `apply_head` gives on every rank -> [R, vocab_size]."""
+    """Gather the columns that `apply_head` returns on every rank -> [R, vocab_size]."""
     return head.gathered(columns) if type(head) is VocabParallelHead else columns

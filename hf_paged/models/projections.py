@@ -1,4 +1,4 @@
-"""The products of a fused layer that read one input: q, k and v, or gate and up."""
+"""Projections of a fused layer that read one input: q, k and v, or gate and up."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hf_paged.models.layer_ops import LayerOps
 from hf_paged.models.lora_rows import AdapterRows
 from hf_paged.models.plain_linear import apply_linear
 
-# On a CPU so few rows are copied in less time than it takes to tell products where to go.
+# On a CPU copying products of so few rows is faster than writing them into columns of one tensor.
 _FEW_ROWS = 8
 
 
 class Projections(NamedTuple):
-    """Linear layers over the same input, looked at before, and their merged weight where there is one.
+    """Linear layers over the same input, checked before, and their merged weight if there is one.
 
-    With `lora`, where who reads their product adds to it, the layers are those inside. `linear`: of the merged weight;
-    it may give parts to be added up (`linear_parts`) where who reads the product does so.
+    With `lora` the layers are base layers, and the kernel that reads their product adds the LoRA update. `linear`
+    multiplies with the merged weight; it returns parts (`linear_parts`) if the kernel that reads them sums them.
     """
 
     linears: tuple[nn.Module, ...]
@@ -36,16 +36,16 @@ class Projections(NamedTuple):
     lora: AdaptedLayers | None = None
 
     def __call__(self, hidden: torch.Tensor, rows: AdapterRows | None) -> tuple[torch.Tensor, Delta | None]:
-        """[T, k] -> [T, sum of outputs], or parts of it, and what LoRA has still to add to it.
+        """Compute [T, k] -> [T, sum of outputs], or parts of it, and the LoRA update still to be added.
 
-        `rows`: which adapters each row uses, None: active ones.
+        `rows`: adapters of the rows; None: the active ones.
         """
         delta = None if self.lora is None else self.lora.delta(hidden, rows)
         return self._product(hidden, rows), delta
 
     def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None,
                  following: AdaptedLayers | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]; see `silu_mul_of`."""
+        """Compute silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]; see `silu_mul_of`."""
         if self.lora is not None and (delta := self.lora.delta(hidden, rows)) is not None:
             return silu_mul_of(self._product(hidden, rows), delta, following, rows)
         if self.weight is not None and self.bias is None:
@@ -69,7 +69,7 @@ class Projections(NamedTuple):
 
 
 def _side_by_side(hidden: torch.Tensor, weights: list[Any]) -> torch.Tensor:
-    """Each product in its columns of one tensor: on a CPU as fast as one product over merged weights."""
+    """Compute each product in its columns of one tensor: on a CPU as fast as one product over merged weights."""
     sizes = [len(weight) for weight in weights]
     products = hidden.new_empty((len(hidden), sum(sizes)))
     for weight, columns in zip(weights, products.split(sizes, dim=1), strict=True):

@@ -1,8 +1,8 @@
-"""A model that FSDP2 spread over ranks, whole on each of them: its modules once more, over weights that are gathered.
+"""Replica of a model that FSDP2 or DeepSpeed spread over ranks: its modules on each rank, over gathered weights.
 
 The replica is what the model was before `fully_shard`: modules of the same classes with the same attributes, configs,
-buffers and hooks. Its parameters are in the dtype that a forward of the model reads them in. The model itself is
-only read. Of what DeepSpeed gathers, the replica has a copy that stays where it is.
+buffers and hooks. Its parameters are in the dtype that a forward of the model reads them in. The model itself is only
+read. Of weights that DeepSpeed gathers, the replica has a copy at fixed addresses.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from hf_paged.models.fsdp import Shard, Sharding, is_hook, is_sharded, plain_cla
 from hf_paged.parallel.gather import Gatherer, Part
 from hf_paged.parallel.rendezvous import Rendezvous
 
-# What a rank brings to a meeting: its weights changed; its call has to run in stock; it raises where another's has to.
+# Flags that a rank brings to a meeting: its weights changed; its call runs in stock; it raises if another's does.
 CHANGED, STOCK, STRICT = "changed", "stock", "strict"
 _OF_FSDP = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "__composable_api")
-# It recomputes activations in a backward, and does nothing else.
+# A wrapper that only recomputes activations in a backward.
 _CHECKPOINTING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper"
 _meetings: weakref.WeakKeyDictionary[nn.Module, Rendezvous] = weakref.WeakKeyDictionary()
 _names: Counter[str] = Counter()
 
 
 class Replica:
-    """The whole of a sharded model on this rank. It keeps memory for weights from the first gathering to `release`.
+    """Whole copy of a sharded model on this rank. It keeps memory for weights from the first gathering to `release`.
 
     Args:
         source: the model; not kept alive.
@@ -55,7 +55,7 @@ class Replica:
         self._wholes: dict[int, tuple[nn.Parameter, Shard]] = {}  # by id of the trainer's parameter
         self._checksum = ChecksumPlan()
         self._gathered: int | None = None  # checksum of this rank's parts when they were gathered last
-        self._pins: Counter[int | None] = Counter()  # by thread; None: of all threads
+        self._pins: Counter[int | None] = Counter()  # by thread; None: for all threads
         self._meeting = threading.RLock()  # one thread of this rank meets at a time
         at_fork.register(self)
         self.refresh()
@@ -65,31 +65,31 @@ class Replica:
 
     @property
     def model(self) -> Any:
-        """The replica, whose weights are right after `meet`; the model itself where it cannot be read whole."""
+        """The replica, whose weights are right after `come`; the model itself if it cannot be gathered."""
         return self._source() if self._model is None else self._model
 
     @property
     def is_readable(self) -> bool:
-        """Could the model be read whole when it was looked at last?"""
+        """Whether the model could be gathered when it was last checked."""
         return self._sharding is not None
 
     @property
     def meets_others(self) -> bool:
-        """Do other ranks keep parts of the model?"""
+        """Whether other ranks keep parts of the model."""
         return self._sharding is not None and len(self._sharding.ranks) > 1
 
     @property
     def is_pinned(self) -> bool:
-        """Is this thread inside of `pinned`?"""
+        """Whether this thread or all threads are inside of `pinned`."""
         return self._pins[None] > 0 or self.is_pinned_here
 
     @property
     def is_pinned_here(self) -> bool:
-        """Does this thread run a call natively, or something on the way of one?"""
+        """Whether this thread itself is inside of `pinned`, as in a native call."""
         return self._pins[threading.get_ident()] > 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What a forward of the sharded model returns, without the other ranks; for inside of `pinned`."""
+        """Return what a forward of the sharded model would, without other ranks; to be called inside of `pinned`."""
         outputs = self.model(*args, **kwargs)
         state: Any = getattr(self._source(), "_get_fsdp_state", lambda: None)()
         dtype = None if state is None else state._mp_policy.output_dtype
@@ -99,7 +99,7 @@ class Replica:
 
     @contextmanager
     def pinned(self, *, in_all_threads: bool = False) -> Iterator[None]:
-        """The gathered weights are the ones to generate with in here; nothing in here is agreed on with other ranks."""
+        """Generate with the weights gathered last, in a ``with`` block whose calls do not meet other ranks."""
         who = None if in_all_threads else threading.get_ident()
         self._pins[who] += 1
         try:
@@ -109,20 +109,20 @@ class Replica:
 
     @property
     def nbytes(self) -> int:
-        """Memory that its weights take."""
+        """Bytes that the replica's weights take."""
         return sum(whole.untyped_storage().nbytes() for whole, _ in self._wholes.values() if _has_memory(whole))
 
     @property
     def bytes_to_come(self) -> int:
-        """Memory that the next meeting would add."""
+        """Bytes that the next meeting would add."""
         return sum(whole.nbytes for whole, _ in self._wholes.values() if not _has_memory(whole))
 
     def refresh(self) -> Reason | None:
-        """Make the modules anew where the model's are others; returns why the model cannot be read whole, or None."""
+        """Make the modules anew if the model's changed; returns why the model cannot be gathered, or None."""
         source = self._source()
         if self._facts is not None and self._facts.hold(source):
             return self._reason
-        facts = Facts(source)  # first: what changes meanwhile is seen next time
+        facts = Facts(source)  # first, so that later changes are noticed
         sharding = sharding_of(source)
         if isinstance(sharding, Reason):
             self._facts, self._sharding, self._reason = None, None, sharding
@@ -136,34 +136,34 @@ class Replica:
                 whole, self._gathered = _empty(shard.parameter.shape, shard.dtype, sharding.device), None
             self._wholes[key] = whole, shard
         self._model = _mirrored(source, sharding, {key: whole for key, (whole, _) in self._wholes.items()}, {})
-        vars(self._model).pop("forward", None)  # a wrapper of the model's: it is looked at there
+        vars(self._model).pop("forward", None)  # a wrapper, which is checked on the model itself
         self._facts, self._sharding, self._reason = facts, sharding, None
         return None
 
     def is_stale(self) -> bool:
-        """Are this rank's parts others than those that were gathered last? Waits for the device."""
+        """Return whether this rank's parts changed since they were gathered; waits for the device."""
         return self._gathered is None or self._checksum_now() != self._gathered
 
     def come(self, timeout: float, holding: Callable[[], AbstractContextManager], *, strict: bool) -> bool:
-        """Meet the other ranks to generate natively; gather where the weights changed on one of them.
+        """Meet the other ranks to generate natively; gather if the weights changed on one of them.
 
         Args:
             timeout: seconds.
-            holding: entered while the weights are written.
-            strict: raise where another rank's call runs in stock.
+            holding: makes a context that is entered while the weights are written.
+            strict: raise if another rank's call runs in stock.
 
         Returns:
-            False where another rank's call runs in stock; then nothing was gathered.
+            False if another rank's call runs in stock; then nothing was gathered.
 
         Raises:
-            RankAloneError: another rank does not come in time, or raises an error in place of it.
+            RankAloneError: another rank does not come in time, or raises an error instead of coming.
             FallbackError: a call has to run in stock on another rank, and a rank is strict.
         """
         with self._meeting:
             try:
                 now = self._checksum_now()
                 gatherer = Gatherer(self._parts())
-            except BaseException as error:  # no memory, as a rule
+            except BaseException as error:  # usually out of memory
                 self.refuse(error)
                 raise
             brought = {flag for flag, holds in ((CHANGED, now != self._gathered), (STRICT, strict)) if holds}
@@ -178,12 +178,12 @@ class Replica:
             return True
 
     def come_in_stock(self, timeout: float) -> None:
-        """Meet the other ranks to run in stock, all of them; raises as `come`."""
+        """Meet the other ranks so that all of them run in stock; raises as `come`."""
         with self._meeting:
             self._meet({STOCK}, timeout)
 
     def refuse(self, error: BaseException) -> None:
-        """In place of meeting the other ranks: what this one raises."""
+        """Send the other ranks this rank's error instead of meeting them."""
         with self._meeting:
             if self.meets_others:
                 self._rendezvous().refuse(error)
@@ -201,7 +201,7 @@ class Replica:
         return int(self._checksum([shard.local() for _, shard in self._wholes.values()]))
 
     def release(self) -> None:
-        """Give the weights' memory back; the next meeting gathers them anew."""
+        """Release the weights' memory; the next meeting gathers them anew."""
         self._gathered = None
         for whole, _ in self._wholes.values():
             whole.data = _empty(whole.shape, whole.dtype, whole.device)
@@ -214,7 +214,7 @@ class Replica:
             yield Part(shard.local(), whole.data, *shard.cut())
 
     def _rendezvous(self) -> Rendezvous:
-        """That of the model, whatever engine it has."""
+        """Return the model's rendezvous, which all of its engines share."""
         source, sharding = self._source(), self._sharding
         assert sharding is not None
         if source not in _meetings:
@@ -227,18 +227,18 @@ class Replica:
 
 
 def replica_of(model: nn.Module) -> Replica | None:
-    """What stands for a model in forwards; None where it is whole already."""
+    """Return the replica that runs in place of a sharded model; None for a model that is not sharded."""
     return Replica(model) if is_sharded(model) else None
 
 
 def num_meetings(model: nn.Module) -> int:
-    """Meetings for calls of a model that are over for this rank, whichever way they ended."""
+    """Return the number of meetings for calls of a model that ended for this rank, in whatever way."""
     rendezvous = _meetings.get(model)
     return 0 if rendezvous is None else rendezvous.num_meetings
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A parameter that has the memory of one element."""
+    """Make a parameter that has the memory of one element."""
     with torch.inference_mode(False):
         return nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(shape), requires_grad=False)
 
@@ -249,7 +249,7 @@ def _has_memory(whole: torch.Tensor) -> bool:
 
 def _mirrored(module: nn.Module, sharding: Sharding, wholes: dict[int, nn.Parameter],
               done: dict[int, nn.Module]) -> nn.Module:
-    """A module as it was before `fully_shard`, with whole parameters, and all that are inside."""
+    """Make a module, and those inside it, as they were before `fully_shard`, with whole parameters."""
     if id(module) in done:
         return done[id(module)]
     kind = plain_class(type(module))
@@ -275,5 +275,5 @@ def _mirrored(module: nn.Module, sharding: Sharding, wholes: dict[int, nn.Parame
 
 
 def _rebound(value: Any, module: nn.Module, mirror: nn.Module) -> Any:
-    """A method of `module` that lies on the instance is the mirror's there."""
+    """Bind a method of `module` that is an attribute of the instance to the mirror; returns other values unchanged."""
     return MethodType(value.__func__, mirror) if isinstance(value, MethodType) and value.__self__ is module else value

@@ -1,4 +1,4 @@
-"""Cosines and sines of every position, computed once by the model's own rotary module."""
+"""Tables of cosines and sines of every position, computed once by the model's own rotary module."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class RopeTable:
-    """``cos`` and ``sin`` [max_length - 1, D] in the model's dtype: the last token of a sequence is never an input.
+    """Tables ``cos`` and ``sin`` [max_length - 1, D] in the model's dtype: a sequence's last token is never an input.
 
-    The memory stays where it is when the values are renewed, since CUDA graphs read from it.
+    Their addresses stay when the values are renewed, since CUDA graphs read from them.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class RopeTable:
         self._source: tuple[torch.Tensor, float] | None = None
 
     def update(self, rotary: Any, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Renew the tables if the module's frequencies are others than at the last call."""
+        """Renew the tables if the module's frequencies changed since the last call."""
         length = max(1, max_length - 1)
         fits = self.cos is not None and len(self.cos) == length and (self.cos.dtype, self.cos.device) == (dtype, device)
         if fits and self.is_made_from(rotary):
@@ -31,11 +31,11 @@ class RopeTable:
             self.sin.copy_(sin[0])
         else:
             self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
-        # Taken after the call: modules of "dynamic" types reset their frequencies in it.
+        # After the call, in which modules of "dynamic" types reset their frequencies.
         self._source = (rotary.inv_freq.clone(), rotary.attention_scaling)
 
     def is_made_from(self, rotary: Any) -> bool:
-        """True while the module's frequencies and scaling are those of the tables."""
+        """Return whether the module's frequencies and scaling are those of the tables."""
         if self._source is None:
             return False
         frequencies, scaling = self._source
@@ -43,19 +43,19 @@ class RopeTable:
 
 
 def longest_length(config: Any, asked: int | None) -> int:
-    """Tokens of the longest sequence whose frequencies are those that stock would compute it with, in any batch.
+    """Return the length of the longest sequence for which stock uses the same frequencies in any batch.
 
-    Most types' depend on no length: any that is `asked` for will do, and without one the model's positions, which
-    "yarn" extends. "dynamic" and "longrope" change theirs with the longest sequence of the batch: up to the original
-    length they do not.
+    Frequencies of most RoPE types depend on no length: the result is `asked`, or if that is None the number of the
+    model's positions, which "yarn" extends. "dynamic" and "longrope" change their frequencies with the longest
+    sequence of a batch once it exceeds the original length, which is their limit.
     """
     positions: int = config.max_position_embeddings
     parameters, longest, limits = config.rope_parameters, positions, []
-    if not parameters:  # taken out of the config behind the module's back
+    if not parameters:  # removed from the config after the module was made
         limits.append(positions)
     elif "rope_type" in parameters:
         parameters = {"": parameters}
-    for one in filter(None, (parameters or {}).values()):  # of each type of layer
+    for one in filter(None, (parameters or {}).values()):  # one for each type of layer
         original = one.get("original_max_position_embeddings") or positions
         if one["rope_type"] == "yarn":
             longest = max(longest, int((one.get("factor") or 1.0) * original))

@@ -1,7 +1,7 @@
-"""Which layers compute each token alone, whatever else the batch holds: by class, and by how a quantizer set them up.
+"""Tables of layers that compute each token alone, whatever else the batch holds: by class and quantization settings.
 
-The tables here are all that is known. Classes are known by name: nothing is imported, and a package that is not
-installed is never asked for. What is in no table may look at other rows.
+Classes are listed by name, so that no package is imported, also no package that is not installed. A layer that is in no
+table may read other rows.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch import nn
 from hf_paged.guards.inner_tensors import PLAIN, made_of
 
 SHARDED_MODULE = "hf_paged.parallel.layers."
-# Modules whose layers work token by token, whatever the batch looks like.
+# Python modules whose layers compute each token by itself, whatever else the batch holds.
 TOKENWISE_MODULES = (
     "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
     "bitsandbytes.nn.", "optimum.quanto.nn.qlinear.", SHARDED_MODULE,
 )
 _LARGEST = "scales activations by the largest of all rows"
-# Layers that do look at other rows, by the end of their class's full name or by the package that they lie in.
+# Layers that read other rows, by the end of their class's full name or by their package.
 BATCH_DEPENDENT = {
     ".Linear8bitLt": "finds outlier columns over all rows (LLM.int8)",
     ".NVFP4Linear": _LARGEST,
     "torch.ao.nn.quantized.dynamic.": _LARGEST,
     "torch.ao.nn.intrinsic.quantized.dynamic.": _LARGEST,
 }
-# Strategies of compressed-tensors that scale each row, or groups of a row, by themselves; and scales that are fixed.
+# Strategies of compressed-tensors that scale each row, or groups in a row, by itself; and strategies for fixed scales.
 _OF_A_ROW, _FIXED = ("token", "group", "tensor_group"), ("tensor", "group", "tensor_group")
 UNKNOWN = "may look at batch rows"
 
 
 def class_reason(kind: type[nn.Module]) -> str | None:
-    """What a layer of this class does, or may do, with other rows; None: nothing."""
+    """Return what a layer of this class does, or may do, with other rows; None if nothing."""
     name = f"{kind.__module__}.{kind.__name__}"
     for key, does in BATCH_DEPENDENT.items():
         if name.startswith(key) or name.endswith(key):
@@ -43,19 +43,19 @@ def class_reason(kind: type[nn.Module]) -> str | None:
 
 
 def layer_reason(layer: nn.Module) -> str | None:
-    """As `class_reason`, of one layer."""
+    """Return the same as `class_reason`, for one layer."""
     if (does := class_reason(type(layer))) is not None:
         return does
     return "hands on rounded activations" if vars(layer).get("activation_qtype") is not None else None
 
 
 def stores_float8(layer: nn.Module, weight: torch.Tensor) -> bool:
-    """Is the weight's dtype how its bytes are kept, and not what the layer computes in?"""
+    """Return whether float8 is only the dtype that the weight is stored in, not the one that the layer computes in."""
     return type(layer).__name__ == "CompressedTensorsFP8Linear" and weight.dtype.itemsize == 1
 
 
 def weight_reason(weight: torch.Tensor) -> str | None:
-    """The same of a layer with this weight, by the weight's class."""
+    """Return what a layer with a weight of this class does with other rows; None if nothing."""
     kind = type(weight)
     if kind in PLAIN or kind.__module__.startswith("bitsandbytes."):
         return None
@@ -66,7 +66,7 @@ def weight_reason(weight: torch.Tensor) -> str | None:
 
 
 def scheme_reason(module: nn.Module) -> str | None:
-    """As `class_reason`, of a module with compressed-tensors' forward: by its scheme."""
+    """Return the same as `class_reason`, for a module with compressed-tensors' forward, by its scheme."""
     scheme = vars(module).get("quantization_scheme")
     for args in (getattr(scheme, "input_activations", None), getattr(scheme, "output_activations", None)):
         if args is None or args.strategy in (_OF_A_ROW if args.dynamic else _FIXED):
@@ -78,7 +78,7 @@ def scheme_reason(module: nn.Module) -> str | None:
 
 
 def quantization_state(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple]:
-    """How the quantized layers among these are set up, besides their tensors: part of what a forward depends on."""
+    """Return the settings of the quantized layers among these modules, on which a forward depends besides tensors."""
     found: list[tuple] = []
     for name, module in modules:
         for key, parameter in module._parameters.items():
@@ -89,12 +89,12 @@ def quantization_state(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple]:
     return found
 
 
-# What compressed-tensors and optimum-quanto keep on a module and read in its forward.
+# Attributes that compressed-tensors and optimum-quanto set on a module and read in its forward.
 _SETTINGS = ("quantization_scheme", "quantization_status", "quantization_enabled", "weight_qtype", "weight_group_size")
 
 
 def _of_torchao(weight: Any) -> str | None:
-    """Int8Tensor, Float8Tensor: `act_quant_kwargs` says how activations are rounded, None that they are not."""
+    """Check Int8Tensor and Float8Tensor: `act_quant_kwargs` sets how activations are rounded; None: not at all."""
     kwargs = weight.act_quant_kwargs
     if kwargs is None:
         return None
@@ -108,17 +108,17 @@ def _of_torchao(weight: Any) -> str | None:
 
 
 def _of_torchaos_integers(weight: Any) -> str | None:
-    """IntxUnpackedToInt8Tensor: `activation_quantization` is None or the name of a way."""
+    """Check IntxUnpackedToInt8Tensor: `activation_quantization` is None or a method's name."""
     way = getattr(weight.activation_quantization, "value", weight.activation_quantization)
     return None if way in (None, "int8_asym_per_token") else f"{UNKNOWN} (torchao, {way})"
 
 
 def _of_quanto(weight: Any) -> str | None:
-    """Activations are rounded by hooks of the module, where they are: a weight alone is just multiplied with."""
+    """Return None: a weight alone is only multiplied with; if activations are rounded, hooks of the module do it."""
     return None
 
 
-# Weights of quantized classes that a linear layer or an embedding may have: package, class, and what to look at.
+# Quantized weights that a linear layer or an embedding may have: package, class, and the function that checks them.
 _WEIGHTS: tuple[tuple[str, str, Callable[[Any], str | None]], ...] = (
     ("torchao.", "Int8Tensor", _of_torchao),
     ("torchao.", "Float8Tensor", _of_torchao),

@@ -1,4 +1,4 @@
-"""Which adapters (LoRA and the like) a forward would apply right now, and which of them rows can name.
+"""Adapters (LoRA and the like) that a forward would apply now, and adapters that rows can name.
 
 Duck-typed on PEFT's layers, so that PEFT need not be installed.
 """
@@ -16,7 +16,7 @@ from hf_paged.guards.originals import patched_class
 from hf_paged.guards.remedies import UNDO_PATCH
 
 BASE = "__base__"  # PEFT's name for rows that no adapter is applied to
-# Classes of PEFT's that apply an adapter row by row, with the arithmetic of `lora_rows`.
+# Classes of PEFT that apply an adapter row by row, with the arithmetic of `lora_rows`.
 _ROW_BY_ROW = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding",
                "peft.tuners.lora.torchao.TorchaoLoraLinear")
 _ONE_AT_A_TIME = ("Give all rows of a call one adapter with `set_adapter`, or call `generate(adapter_names=...)` of "
@@ -24,7 +24,7 @@ _ONE_AT_A_TIME = ("Give all rows of a call one adapter with `set_adapter`, or ca
 
 
 def adapter_state(model: nn.Module) -> list[tuple]:
-    """Every tuner layer's state that is no parameter: active and merged adapters, scaling, switched off."""
+    """Return every tuner layer's state besides parameters: active, disabled and merged adapters, scaling."""
     return [
         (name, tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters),
          sorted(getattr(layer, "scaling", {}).items()))
@@ -34,17 +34,17 @@ def adapter_state(model: nn.Module) -> list[tuple]:
 
 
 def is_lora(layer: nn.Module) -> bool:
-    """Is it one of PEFT's LoRA layers?"""
+    """Return whether a layer is one of PEFT's LoRA layers."""
     return "lora_A" in layer._modules and _has(layer, "active_adapters")
 
 
 def adapters_of(layer: Any) -> set[str]:
-    """Names of the adapters that a LoRA layer has weights of."""
+    """Return the names of the adapters that a LoRA layer has weights of."""
     return {*layer.lora_A.keys(), *layer.lora_embedding_A.keys()} - {BASE}
 
 
 def states_by_adapter(layers: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Of each adapter that rows can name, in sorted order, what its result depends on besides tensors; of `BASE`, too.
+    """Return, for each adapter that rows can name (sorted) and `BASE`, what its result depends on besides tensors.
 
     Args:
         layers: the model's LoRA layers with their paths.
@@ -60,7 +60,7 @@ def states_by_adapter(layers: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 def row_reason(layers: Iterable[tuple[str, Any]], name: str) -> Reason | None:
-    """Why rows that name this adapter (one that the model has, or `BASE`) cannot run beside others, or None."""
+    """Return why rows that name this adapter (of the model, or `BASE`) cannot run beside other rows, or None."""
     layers = list(layers)
     if (place := patched_class(tuple({type(layer): None for _, layer in layers}))) is not None:
         return Reason("{} is patched", place, remedy=UNDO_PATCH)
@@ -82,14 +82,14 @@ def row_reason(layers: Iterable[tuple[str, Any]], name: str) -> Reason | None:
 
 
 class AdapterCounts:
-    """How many adapters each LoRA layer had when this was made. Keeps none of them alive."""
+    """Record of how many adapters each LoRA layer had when it was made. Keeps no layer alive."""
 
     def __init__(self, layers: Iterable[Any]) -> None:
         self._layers = list(map(weakref.ref, layers))
         self._counts = self._count()
 
     def hold(self) -> bool:
-        """None came or went since."""
+        """Return whether no adapter was added or removed since."""
         return self._count() == self._counts
 
     def _count(self) -> list[int]:
@@ -98,5 +98,5 @@ class AdapterCounts:
 
 
 def _has(layer: nn.Module, name: str) -> bool:
-    """`hasattr` without a module's search among parameters and submodules, which is slow where it finds nothing."""
+    """Return `hasattr` without a module's search among parameters and submodules, which is slow if it finds nothing."""
     return hasattr(type(layer), name) or name in layer.__dict__

@@ -1,4 +1,4 @@
-"""Whether a model's weights have the shapes that fused layers read them in: looked at once, not in every step."""
+"""Check that a model's weights have the shapes in which fused layers read them: made once, not in every step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KEYS_VALUES = ("k_proj", "v_proj")
 
 
 def check_weights(model: Any, layers: list[Any], spec: KVSpec, num_heads: int, dtype: torch.dtype | None) -> None:
-    """Raise ValueError for the first norm or plain linear layer of another shape or dtype than the others ask for.
+    """Raise ValueError for the first norm or plain linear layer of another shape or dtype than expected.
 
-    `num_heads`: this rank's query heads. `dtype`: of all of them; None: of each its own. What modules hand on that are
-    called as they stand is looked at there.
+    `num_heads`: this rank's query heads. `dtype`: dtype of all weights; None: any. Results of modules that are called
+    as they stand are checked where they are called.
     """
     hidden, head = model.config.hidden_size, model.lm_head
     check_tensors(_vector("norm", model.model.norm, hidden, dtype))
@@ -59,7 +59,7 @@ def _linears(prefix: str, owner: Any, shapes: dict[str, tuple[int, int]],
 
 
 def _inside(linear: Any) -> Any:
-    """What a tuner's layer (LoRA) wraps, else the layer."""
+    """Return the base layer of a tuner's layer (LoRA), or the layer itself."""
     return linear._modules.get("base_layer", linear)
 
 

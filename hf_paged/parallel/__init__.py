@@ -1,1 +1,1 @@
-"""One model over several ranks: layers, their loading, what ranks tell each other, and who starts whom."""
+"""One model over several ranks: sharded layers, their loading, communication, and worker processes."""

@@ -1,8 +1,8 @@
 """LoRA adapters of PEFT on a model of which each rank holds a part.
 
-PEFT's layers stay what they are. Of a layer that is cut by rows, B is cut by the same rows; of one that is cut by
-columns, A is, and what A makes is added up over the ranks before B reads it, so that every rounding is stock's but for
-that sum's. The matrices are layers of `parallel.layers`, which know their part of the whole.
+PEFT's layers are not changed. If a layer is cut by rows, B is cut by the same rows; if it is cut by columns, A is cut
+by them, and A's product is summed over the ranks before B reads it, so that all rounding but that sum's is stock's. The
+matrices are layers of `parallel.layers`, which know their part of the whole matrix.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, Sh
 
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.(?:(.+)\.)?(weight|bias)")
 _KIND = "peft.tuners.lora.layer.Linear"
-# Fields of a LoraConfig that ask for more than two matrices beside a linear layer.
+# Fields of a LoraConfig that need more than two matrices beside a linear layer.
 _BEYOND = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication", "use_dora")
 _REMEDY = "expected a LoraConfig over linear layers of the decoder; merge the adapter into the checkpoint otherwise"
 
 
 def read_adapter(name: Any, adapter: Any, config: Any) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
-    """A LoraConfig, and the adapter's tensors by the names that they will have in the model.
+    """Read an adapter: its LoraConfig, and its tensors with the names that they will have in the model.
 
     Args:
-        name: of the adapter.
+        name: name of the adapter.
         adapter: a directory or hub id of an adapter that PEFT saved, or its state dict, by PEFT's names.
-        config: a LoraConfig, or its dict; None: the one beside the weights.
+        config: a LoraConfig, or its dict; None: the config beside the weights.
 
     Raises:
         ImportError: PEFT is not installed.
-        OSError: there is no such folder, or nothing of the kind in it.
-        ValueError, TypeError: a name, config, tensor or file that is none for this; says which.
+        OSError: there is no such folder, or no adapter in it.
+        ValueError, TypeError: a name, config, tensor or file is not supported; the message names it.
     """
     require("peft", "load_adapter")
     import peft
@@ -76,8 +76,8 @@ def add_adapter(model: Any, name: str, config: Any) -> list[str]:
         The names of its tensors.
 
     Raises:
-        ValueError: the name is taken, or the config asks for something else than matrices beside linear layers of the
-            decoder. The model is as it was.
+        ValueError: the name is taken, or the config needs more than matrices beside linear layers of the decoder. The
+            model is unchanged.
     """
     require("peft", "an adapter")
     import peft
@@ -107,7 +107,7 @@ def add_adapter(model: Any, name: str, config: Any) -> list[str]:
 
 
 def remove_adapter(model: Any, name: str) -> None:
-    """Take an adapter off every layer; what has no other is the layer again that it was before the first."""
+    """Remove an adapter from every layer; a layer without adapters is replaced by its base layer."""
     for path, layer in list(_lora_layers(model)):
         if name in _held(layer):
             layer.delete_adapter(name)
@@ -121,12 +121,12 @@ def remove_adapter(model: Any, name: str) -> None:
 
 
 def has_adapter(model: Any, name: str) -> bool:
-    """Has any layer matrices of this name?"""
+    """Return whether any layer has an adapter of this name."""
     return any(name in _held(layer) for _, layer in _lora_layers(model))
 
 
 def is_cut_like_its_layer(layer: Any) -> bool:
-    """Are the matrices of all adapters of a LoRA layer cut as the sharded layer inside is, by `add_adapter`?"""
+    """Return whether the matrices of all adapters of a LoRA layer are cut by `add_adapter` as its base layer is cut."""
     kinds = {ColumnParallelLinear: (nn.Linear, ColumnParallelLinear), RowParallelLinear: (RowParallelLinear, nn.Linear)}
     expected = kinds.get(type(layer.base_layer))
     if expected is None or _full_name(layer) != _KIND or layer.merged_adapters or getattr(layer, "lora_variant", {}):
@@ -147,7 +147,7 @@ def _full_name(module: nn.Module) -> str:
 
 
 def _cut(path: str, layer: Any, name: str) -> None:
-    """Give the matrices of a new adapter, which are on the meta device, memory for this rank's part of them."""
+    """Replace the matrices of a new adapter, on the meta device, by ones with memory for this rank's part."""
     base = layer.base_layer
     known = type(base) in (nn.Linear, ColumnParallelLinear, RowParallelLinear)
     if _full_name(layer) != _KIND or not known or name in getattr(layer, "lora_variant", {}):

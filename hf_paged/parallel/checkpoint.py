@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: what is in them, and reading parts of it at the page cache's speed."""
+"""Safetensors files of a checkpoint: their catalogue, and reading parts of tensors at the page cache's speed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from hf_paged.device.cuda import num_cores
 from hf_paged.parallel.checkpoint_place import broken
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# What a thread has mapped, and staged for a device, at a time: mapped pages count as the process's memory until the
-# file is closed.
+# Limits of what a thread has staged for a device, and mapped, at a time: mapped pages count as the process's memory
+# until the file is closed.
 _CHUNK_BYTES, _BATCH_BYTES, _MOST_THREADS = 32 << 20, 64 << 20, 8
 _CHECK_EVERY_S = 0.1
 _INTEGERS = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16}
 
 
 class Entry(NamedTuple):
-    """A tensor of a checkpoint; `dtype` in safetensors' own words."""
+    """Tensor of a checkpoint; `dtype` by its name in safetensors."""
 
     file: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """`start` to `stop` along `dim` of the tensor under `key`, or of its `matrix`-th matrix, and where it belongs.
+    """Slice `start` to `stop` along `dim` of the tensor `key`, or of its `matrix`-th matrix, and its target.
 
     `target` is a contiguous vector or matrix on any device and in any float dtype.
     """
@@ -57,14 +57,14 @@ class _Chunk(NamedTuple):
 
 
 def find_files(path_or_id: str, **where: Any) -> list[str]:
-    """The safetensors files of a local directory or a hub id (from its cache, where it is there).
+    """Return the safetensors files of a local directory or a hub id (from the hub's cache, if they are there).
 
     Args:
         **where: arguments of transformers' `cached_file`: revision, token, ...
 
     Raises:
-        FileNotFoundError: there are none, or the index names one that is missing.
-        ValueError: an index that is none, or an adapter beside the weights, which transformers would put on them.
+        FileNotFoundError: there are no files, or a file that the index names is missing.
+        ValueError: the index is invalid, or an adapter lies beside the weights, which transformers would apply.
     """
     if (adapter := _cached(path_or_id, ADAPTER_CONFIG_NAME, where)) is not None:
         raise ValueError(
@@ -93,10 +93,10 @@ def _cached(path_or_id: str, name: str, where: dict[str, Any]) -> str | None:
 
 
 def catalogue(files: Iterable[str]) -> dict[str, Entry]:
-    """All tensors of these files by key. Reads the headers only.
+    """Return all tensors of these files by key. Reads the headers only.
 
     Raises:
-        ValueError: a file is no safetensors file, or is cut off, or a key is in two files; names them.
+        ValueError: a file is no safetensors file, or is cut off, or a key is in two files; the message names them.
     """
     entries: dict[str, Entry] = {}
     for file in files:
@@ -113,17 +113,17 @@ def catalogue(files: Iterable[str]) -> dict[str, Entry]:
 
 
 def read(pieces: Iterable[Piece], entries: dict[str, Entry], check: Callable[[], None] = lambda: None) -> None:
-    """Fill every piece's target, all on one device; each thread has a few chunks of host memory in use at a time.
+    """Fill every piece's target, all on one device; each thread uses a few chunks of host memory at a time.
 
     Args:
-        check: called every now and then; when it raises, reading ends with its error.
+        check: called several times a second; when it raises, reading ends with its error.
     """
     batches = deque(_batches(pieces, entries))
     if not batches:
         return
     device = batches[0][1][0].target.device
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the threads' streams know nothing of what still uses the targets' memory
+        torch.cuda.synchronize(device)  # the threads' streams do not wait for kernels that still use the targets
     threads = min(_MOST_THREADS, num_cores(), len(batches))
     with ThreadPoolExecutor(threads) as pool:
         workers = [pool.submit(_work, batches, device) for _ in range(threads)]
@@ -138,7 +138,7 @@ def read(pieces: Iterable[Piece], entries: dict[str, Entry], check: Callable[[],
 
 
 def same(pieces: Iterable[Piece], entries: dict[str, Entry]) -> bool:
-    """Do the targets hold already what `read` would write?"""
+    """Return whether the targets hold already what `read` would write."""
     for file, chunks in _batches(pieces, entries):
         with safe_open(file, framework="pt") as handle:
             for chunk in chunks:
@@ -148,7 +148,7 @@ def same(pieces: Iterable[Piece], entries: dict[str, Entry]) -> bool:
 
 
 def _batches(pieces: Iterable[Piece], entries: dict[str, Entry]) -> Iterator[tuple[str, list[_Chunk]]]:
-    """Chunks of one file at a time, as many as may be mapped at once, in the order of the pieces in each file."""
+    """Yield batches of chunks of one file, as many as may be mapped at once, in the order of the file's pieces."""
     by_file: dict[str, list[Piece]] = {}
     for piece in pieces:
         if piece.start < piece.stop:
@@ -168,7 +168,7 @@ def _batches(pieces: Iterable[Piece], entries: dict[str, Entry]) -> Iterator[tup
 
 
 def _chunks(piece: Piece, entry: Entry) -> Iterator[_Chunk]:
-    """Rows of the target at a time: they lie in one piece of memory, and in the file at most columns are left out."""
+    """Yield rows of the target in chunks: contiguous in memory, and in the file at most columns are left out."""
     matrix = () if piece.matrix is None else (slice(piece.matrix, piece.matrix + 1),)
     width = entry.shape[-1] if piece.target.ndim == 2 else 1
     row_bytes = width * max(DTYPES[entry.dtype].itemsize, piece.target.element_size())
@@ -199,13 +199,13 @@ def _work(batches: deque[tuple[str, list[_Chunk]]], device: torch.device) -> Non
 
 
 def _slice(handle: Any, chunk: _Chunk) -> torch.Tensor:
-    """The chunk's part of the file: a view of mapped pages, which are read when it is copied."""
+    """Return the chunk's part of the file: a view of mapped pages, which are read when the view is copied."""
     part: torch.Tensor = handle.get_slice(chunk.key)[chunk.place]
     return part.reshape(chunk.target.shape) if part.ndim > chunk.target.ndim else part
 
 
 def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy on the host. numpy's copy is one thread's; torch's would start a pool of threads in every thread."""
+    """Copy on the host by numpy, in one thread: torch's copy would start a pool of threads in every thread."""
     if target.dtype != source.dtype:
         target.copy_(source)
         return
@@ -214,7 +214,7 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory. Not `numpy()`, after which its storage could not be resized any more."""
+    """Return the tensor's memory as an array. `numpy()` would keep its storage from being resized later."""
     strides = [step * tensor.element_size() for step in tensor.stride()]
     nbytes = sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True)) + tensor.element_size()
     memory: Any = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
@@ -222,14 +222,14 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _divides_by(integer: torch.dtype, tensor: torch.Tensor) -> bool:
-    """May this tensor be taken for one of that integer type? numpy copies wide ones faster, and knows no bfloat16."""
+    """Return whether a tensor can be viewed as this integer: numpy copies wide types faster, and lacks bfloat16."""
     sizes = tensor.shape[-1], *tensor.stride()[:-1], tensor.storage_offset()
     small = tensor.element_size() < integer.itemsize
     return not small or all(size * tensor.element_size() % integer.itemsize == 0 for size in sizes)
 
 
 class _Staging:
-    """Pinned memory of one thread, and its stream: while it copies to the device the other threads read."""
+    """Pinned memory and stream of one thread: while this thread copies to the device, other threads read."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

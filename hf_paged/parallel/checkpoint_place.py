@@ -1,4 +1,4 @@
-"""What is wrong with the place of a checkpoint: a folder that is missing, or a file in it that is broken."""
+"""Errors about the place of a checkpoint: a folder that is missing, or a file in it that is broken."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 _EXPECTED = "expected a folder that holds a checkpoint, or an id of the hub, as 'Qwen/Qwen3-8B'"
-_LFS = b"version https://git-lfs"  # how a pointer begins that Git LFS leaves in place of a file
+_LFS = b"version https://git-lfs"  # start of a pointer that Git LFS leaves in place of a file
 
 
 def check_place(name: str, path_or_id: Any, configs: Iterable[str] = ()) -> None:
-    """Raise an OSError for a path that is no folder, as far as a path can be told from an id (ID@REVISION) of the hub.
+    """Raise an OSError for a path that is no folder, if the path cannot be an id (ID@REVISION) of the hub.
 
     Args:
-        name: of the argument.
-        configs: files of which the folder has to hold one.
+        name: name of the argument.
+        configs: files, of which the folder has to hold one.
     """
     path = os.fspath(path_or_id)
     if os.path.isfile(path):
@@ -35,15 +35,15 @@ def check_place(name: str, path_or_id: Any, configs: Iterable[str] = ()) -> None
 
 
 def _is_too_deep(path: str) -> bool:
-    """Has a path more slashes than an id of the hub? A revision behind its "@" may have any, as ``refs/pr/1`` has."""
+    """Return whether a path has more slashes than an id of the hub, not counting a revision (``@refs/pr/1``)."""
     return path.partition("@")[0].count("/") > 1
 
 
 @contextmanager
 def naming_the_place(name: str, path_or_id: Any) -> Iterator[None]:
-    """Raise transformers' OSErrors about an id of the hub, which may be meant as a folder, saying that there is none.
+    """Add to transformers' OSErrors about an id of the hub that there is no folder of this name.
 
-    Those of the system, as of a full disk, and of kinds of their own come through: callers tell them by both.
+    OSErrors with an errno (a full disk) and of subclasses are left as they are: callers distinguish them.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def naming_broken_files(find: Any) -> Iterator[None]:
         yield
     except SafetensorError:
         files: list[str] = []
-        with suppress(Exception):  # the error that there is says more
+        with suppress(Exception):  # the first error says more than one of `find`
             files = find()
         for file in files:
             check_file(file)
@@ -70,7 +70,7 @@ def naming_broken_files(find: Any) -> Iterator[None]:
 
 
 def check_file(file: str) -> None:
-    """Raise ValueError for what is no safetensors file, or one that is cut off; the message says what to do."""
+    """Raise ValueError if a file is no safetensors file or is cut off; the message says what to do."""
     try:
         with safe_open(file, framework="pt"):
             return
@@ -79,7 +79,7 @@ def check_file(file: str) -> None:
 
 
 def broken(file: str, error: Exception) -> str:
-    """The message about a safetensors file that cannot be read."""
+    """Return the message about a safetensors file that cannot be read."""
     remedy = "download or copy it again"
     with suppress(OSError), open(file, "rb") as opened:
         if opened.read(len(_LFS)) == _LFS:

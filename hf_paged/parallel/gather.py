@@ -1,4 +1,4 @@
-"""Whole tensors from parts that ranks keep: several of them to a collective, through buffers of a bounded size."""
+"""Gathering of whole tensors from parts on ranks: several tensors in a collective, through buffers of bounded size."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Bytes that a collective brings to a rank. A tensor that is larger has one to itself.
+# Bytes that a rank receives in a collective. A larger tensor has a collective of its own.
 BUCKET_BYTES = 256 << 20
-# Its name from torch 2.13 on, and before.
+# The collective's name since torch 2.13, and before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -18,10 +18,10 @@ class Part(NamedTuple):
     """This rank's part of a tensor.
 
     Attributes:
-        local: the rank's rows along `dim`, [c] of them or, where `dim` is 0 and the rows do not suffice, fewer.
-        whole: what all parts make together, in the dtype that it is read in, and on the device of the collective.
-        dim: along which it is cut; rank r has rows r * c to (r + 1) * c. None: every rank has all of it.
-        group: the process group of the ranks that share it; None with `dim`.
+        local: the rank's c rows along `dim`; fewer if `dim` is 0 and the rows do not suffice.
+        whole: the gathered tensor, in the dtype that it is read in, and on the device of the collective.
+        dim: dimension of the cut; rank r has rows r * c to (r + 1) * c. None: every rank has the whole tensor.
+        group: the process group of the ranks that share the tensor; None if `dim` is None.
     """
 
     local: torch.Tensor
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
     @property
     def padded_shape(self) -> list[int]:
-        """Of a rank's part, were it a full one."""
+        """Shape of a full part, of c rows along `dim`."""
         shape = list(self.whole.shape)
         if self.dim is not None:
             shape[self.dim] = -(-shape[self.dim] // dist.get_world_size(self.group))
@@ -39,16 +39,16 @@ class Part(NamedTuple):
 
     @property
     def padded_size(self) -> int:
-        """Number of elements of that."""
+        """Number of elements of a full part."""
         return int(torch.Size(self.padded_shape).numel())
 
 
 class Gatherer:
-    """Fills `Part.whole` of all parts. It allocates when it is made, so that no rank fails between two collectives.
+    """Function that fills `Part.whole` of all parts. It allocates when made, so that no rank fails between collectives.
 
     Args:
-        parts: in the same order on all ranks.
-        bucket_bytes: what a collective brings at most.
+        parts: parts, in the same order on all ranks.
+        bucket_bytes: bytes that a rank receives in a collective at most.
     """
 
     def __init__(self, parts: Iterable[Part], bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -67,7 +67,7 @@ class Gatherer:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """The collectives, all of which every rank has to take part in."""
+        """Run the collectives, in all of which every rank has to take part."""
         for part in self._copied:
             part.whole.copy_(part.local)
         for bucket in self._buckets:
@@ -80,7 +80,7 @@ class Gatherer:
         offset, places = 0, list[int]()
         for part in bucket:
             place = sent.view(dtype)[offset : offset + part.padded_size].view(part.padded_shape)
-            if part.local.numel():  # copied and cast at once; what is not written is padding, which nobody reads
+            if part.local.numel():  # one copy that also casts; the rest is padding, which is never read
                 assert part.dim is not None
                 place.narrow(part.dim, 0, part.local.shape[part.dim]).copy_(part.local)
             places.append(offset)
@@ -98,7 +98,7 @@ class Gatherer:
 
 
 def _buckets(parts: Sequence[Part], most: int) -> list[list[Part]]:
-    """Neighbours that share group, dtype and device, as far as they fit."""
+    """Return buckets of neighbouring parts of one group, dtype and device, of at most `most` bytes."""
     buckets: list[list[Part]] = []
     for part in parts:
         alike = buckets and _kind(buckets[-1][0]) == _kind(part)

@@ -1,4 +1,4 @@
-"""What the ranks that hold one model together tell each other: on the device in every forward, on the host rarely."""
+"""Communication of the ranks that hold one model together: on the device in every forward, on the host rarely."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hf_paged.errors import EngineClosedError
 from hf_paged.kernels.comm._peers import Peers
 from hf_paged.kernels.comm.all_reduce import all_reduce, all_reduce_add_rms_norm, choose_algorithm_for
 
-# Multicast of NVLink switches can take a shared host down, and nothing here gains from it.
+# Multicast of NVLink switches can take a shared host down, and no collective used here gains from it.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-# Ranks that follow wait on the host until rank 0's user has something to do.
+# Timeout of ranks above 0, which wait on the host until rank 0 has a request.
 _WAIT = timedelta(days=365)
-# In torch's table of groups, which end in the reverse order of their names.
+# Last name in torch's table of groups, which are ended in the reverse order of their names.
 _LAST_NAME = "~hf_paged"
-# Key of the store that says that a rank waits in `join`.
+# Key of the store for a rank that waits in `ParallelGroup.meet`.
 ARRIVED = "hf_paged/arrived/{rank}"
 
 
@@ -34,17 +34,17 @@ class Graphs(Protocol):
     """CUDA graphs that hold collectives."""
 
     def drop(self) -> None:
-        """Destroy them."""
+        """Destroy the graphs."""
 
 
 class ParallelGroup:
-    """The ranks of one model. A group of one (`SINGLE`) is the same code without communication.
+    """Group of the ranks of one model. A group of one (`SINGLE`) runs the same code without communication.
 
-    Layers may hold it before `meet`; its collectives raise RuntimeError until then, and after `leave`.
+    Layers may hold the group before `meet`; its collectives raise RuntimeError before `meet` and after `leave`.
 
     Args:
-        rank, size: this process's place, and how many there are.
-        driven: only rank 0 runs user code, and the others follow its engine: collectives outside an engine's step
+        rank, size: this process's rank, and the number of ranks.
+        driven: only rank 0 runs user code, and the other ranks follow its engine: collectives outside an engine's step
             would wait for ever, so they raise.
     """
 
@@ -52,10 +52,10 @@ class ParallelGroup:
         self.rank, self.size = rank, size
         self.driven = driven
         self._devices: Any = None  # process group of the device collectives: NCCL on CUDA, gloo on a CPU
-        self._hosts: Any = None  # gloo group of what the hosts tell each other
+        self._hosts: Any = None  # gloo group of the collectives on the host
         self._buffers: Any = None  # a `peers.PeerBuffers`: GPUs that reach each other's memory
         self._together: list[int] = []  # threads that are inside `together`
-        self._alone: Callable[[], None] | None = None  # inside `alone`: what to call in place of waiting
+        self._alone: Callable[[], None] | None = None  # inside `alone`: called in place of collectives
         self._graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()
         self._is_forked = False
         at_fork.register(self)
@@ -71,11 +71,11 @@ class ParallelGroup:
         return self.size > 1
 
     def meet(self, device: torch.device, store: Any = None) -> None:
-        """Wait for all other ranks. In any thread.
+        """Wait for all other ranks, and make the process groups. May run in any thread.
 
         Args:
             device: NCCL is used for a CUDA device, gloo for a CPU.
-            store: where they meet; None: in the process group that exists, or by torchrun's environment.
+            store: store by which the ranks meet; None: the process group that exists, or torchrun's environment.
 
         Raises:
             ValueError: the process group that exists, or torchrun's, has another size.
@@ -97,26 +97,26 @@ class ParallelGroup:
         _world.pg_names[_ShutdownHook(self)] = _LAST_NAME  # type: ignore[index, assignment]
 
     def holds(self, graphs: Graphs) -> None:
-        """`graphs` may hold this group's collectives."""
+        """Remember `graphs`, which may hold this group's collectives."""
         if self.is_parallel:
             self._graphs.add(graphs)
 
     def drop_graphs(self) -> None:
-        """To be called before the process groups end: aborting or destroying NCCL's waits for graphs that hold it."""
+        """Drop all graphs before the process groups end: aborting or destroying NCCL's waits for graphs that use it."""
         for graphs in list(self._graphs):
             graphs.drop()
 
     def leave(self) -> None:
-        """Let go of the process groups, which hold the store's sockets open: collectives raise from now on."""
+        """Release the process groups, which hold the store's sockets open: collectives raise from now on."""
         self._devices = self._hosts = None
 
     def after_fork_in_child(self) -> None:
-        """The other ranks listen to the parent; what holds the connections stays, since ending it waits for threads."""
+        """Make collectives raise: other ranks listen to the parent. Ending connections here would wait for threads."""
         self._is_forked = self.is_parallel
 
     @property
     def hosts(self) -> Any:
-        """The process group of what the hosts tell each other."""
+        """Process group of the collectives on the host."""
         return self._met(self._hosts)
 
     def _met(self, ranks: Any) -> Any:
@@ -124,7 +124,7 @@ class ParallelGroup:
             raise EngineClosedError(
                 f"this process is a fork of rank {self.rank}: expected a collective of the process that met the others"
             )
-        # torch takes None for the default group, which may be there already, or be another model's.
+        # torch takes None for the default group, which may exist already, or belong to another model.
         if ranks is None:
             raise RuntimeError(
                 f"rank {self.rank} of {self.size} has not met the others yet, or has left them: expected a collective "
@@ -134,21 +134,21 @@ class ParallelGroup:
 
     @property
     def peers(self) -> Peers | None:
-        """What the kernels of `all_reduce` take, where the GPUs reach each other's memory."""
+        """Argument of the kernels of `all_reduce`; None if the GPUs do not reach each other's memory."""
         return None if self._buffers is None else self._buffers.peers
 
     def use_peers(self, buffers: Any) -> None:
-        """Add up over this `peers.PeerBuffers` where that is faster."""
+        """Sum over this `peers.PeerBuffers` where that is faster."""
         self._buffers = buffers
 
     def abort(self) -> None:
-        """Another rank is dead: end this one's kernels that wait for it. From any thread."""
+        """End this rank's kernels that wait for a dead rank; may be called from any thread."""
         if self._buffers is not None:
             self._buffers.abort()
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All ranks run what is inside: collectives of the device are allowed, in this thread."""
+        """Allow collectives of the device in this thread, in a ``with`` block that all ranks run."""
         self._together.append(threading.get_ident())
         try:
             yield
@@ -157,10 +157,10 @@ class ParallelGroup:
 
     @contextmanager
     def alone(self, check: Callable[[], None]) -> Iterator[None]:
-        """A rehearsal before the ranks have met: collectives of the device give shapes, and what this rank has itself.
+        """Let collectives of the device return this rank's values in the right shape, before the ranks have met.
 
         Args:
-            check: called by each of them; may raise.
+            check: called by each collective; may raise.
         """
         self._alone = check
         try:
@@ -171,7 +171,7 @@ class ParallelGroup:
     # -- on the device ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of a contiguous tensor; may be written in place, use what is returned."""
+        """Return the sum over ranks of a contiguous tensor, which may be overwritten."""
         if not self._others_come(tensor):
             return tensor
         if self.peers is not None and (algorithm := choose_algorithm_for(tensor, self.peers)):
@@ -181,20 +181,20 @@ class ParallelGroup:
 
     def all_reduce_add_rms_norm(self, tensor: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
                                 eps: float) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """`add_rms_norm` of the sum over ranks, which see, in one kernel; None where it cannot be had, or is slower."""
+        """Compute `add_rms_norm`, see there, of the sum over ranks in one kernel; None if impossible or slower."""
         algorithm = None if self.peers is None else choose_algorithm_for(tensor, self.peers)
         if self.peers is None or algorithm is None or not self._others_come(tensor):
             return None
         return all_reduce_add_rms_norm(tensor, residual, weight, eps, self.peers, algorithm)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The maximum over ranks, in place."""
+        """Compute the maximum over ranks, in place."""
         if self._others_come(tensor):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._met(self._devices))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[...] of every rank -> [size, ...], by rank."""
+        """Gather [...] of every rank -> [size, ...], by rank."""
         if not self._others_come(tensor):
             return tensor.expand(self.size, *tensor.shape)
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
@@ -202,12 +202,12 @@ class ParallelGroup:
         return gathered
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values, in place; of a contiguous tensor of the same shape and dtype on every rank."""
+        """Write rank 0's values into a contiguous tensor of the same shape and dtype on every rank."""
         if self._others_come(tensor):  # bytes, which every backend carries
             dist.broadcast(tensor.view(torch.uint8), group_src=0, group=self._met(self._devices))
 
     def exchange_rows(self, columns: torch.Tensor) -> torch.Tensor:
-        """All rows of this rank's columns [R, V / size] -> all columns of this rank's rows [R / size, V].
+        """Exchange all rows of this rank's columns [R, V / size] -> all columns of this rank's rows [R / size, V].
 
         Rank r gets rows r * R / size onwards; R has to be a multiple of `size`.
         """
@@ -219,7 +219,7 @@ class ParallelGroup:
         return received.transpose(0, 1).flatten(1)
 
     def _others_come(self, tensor: torch.Tensor) -> bool:
-        """Are there other ranks that make the same call? Raises where there are and they do not."""
+        """Return whether other ranks make the same call; raises if there are other ranks, and they do not."""
         if not self.is_parallel:
             return False
         if torch.is_grad_enabled() and tensor.requires_grad:
@@ -237,7 +237,7 @@ class ParallelGroup:
     # -- on the host ------------------------------------------------------------------------------------------------
 
     def broadcast(self, thing: Any = None) -> Any:
-        """What rank 0 gives, on every rank; waits for it. Anything that pickles."""
+        """Return rank 0's `thing`, which has to pickle, on every rank; waits for rank 0."""
         if not self.is_parallel:
             return thing
         if self.rank == 0:
@@ -252,7 +252,7 @@ class ParallelGroup:
         return pickle.loads(data.numpy().tobytes())
 
     def smallest(self, number: int) -> int:
-        """The least number that any rank gives."""
+        """Return the minimum of the ranks' numbers."""
         if not self.is_parallel:
             return number
         tensor = torch.tensor([number], dtype=torch.int64, device="cpu")
@@ -260,14 +260,14 @@ class ParallelGroup:
         return int(tensor)
 
     def all_gather_numbers(self, numbers: list[int]) -> list[list[int]]:
-        """Every rank's numbers, equally many, by rank."""
+        """Return every rank's numbers, equally many, by rank."""
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         every = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(every, own, group=self.hosts)
         return [tensor.tolist() for tensor in every]
 
     def any(self, flag: bool) -> bool:
-        """Does any rank say so?"""
+        """Return whether `flag` is True on any rank."""
         return not self.smallest(not flag)
 
 
@@ -275,7 +275,7 @@ SINGLE = ParallelGroup()
 
 
 class _ShutdownHook:
-    """Stands in torch's table of groups, so that a user's `destroy_process_group` drops our graphs first."""
+    """Entry in torch's table of groups, by which a user's `destroy_process_group` drops hf_paged's graphs first."""
 
     def __init__(self, group: ParallelGroup) -> None:
         self._group = weakref.ref(group)
@@ -286,11 +286,11 @@ class _ShutdownHook:
             group.leave()
 
     def abort(self) -> None:
-        """Nothing: an abort comes from another thread than the graphs' owner, who drops them."""
+        """Do nothing: an abort comes from another thread than the graphs' owning thread, which drops them."""
 
 
 def _connect(devices: Any, device: torch.device, size: int) -> None:
-    """NCCL makes a communicator and its connections at first use: here, while ranks load, and not in a first step."""
+    """Make NCCL's communicator and connections, which it makes at first use, while ranks load, not in a first step."""
     numbers = torch.zeros(size, dtype=torch.float32, device=device)
     dist.all_reduce(numbers, group=devices)
     dist.all_to_all_single(torch.empty_like(numbers), numbers, group=devices)
@@ -298,13 +298,13 @@ def _connect(devices: Any, device: torch.device, size: int) -> None:
 
 
 def group_of(model: Any) -> ParallelGroup:
-    """The ranks over which a causal LM's layers are sharded; `SINGLE` for one that is not."""
+    """Return the group over which a causal LM's layers are sharded; `SINGLE` if they are not."""
     group: ParallelGroup = getattr(model, "parallel_group", SINGLE)
     return group
 
 
 def check_world(size: int) -> None:
-    """Raise ValueError where the process group that exists, or torchrun's to be, has another size."""
+    """Raise ValueError if the process group that exists, or the one of torchrun's environment, has another size."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", size))
     if world != size:
         raise ValueError(f"tensor_parallel_size={size}: expected 1 or {world}, the number of processes of this job")

@@ -1,4 +1,4 @@
-"""Is a sharded model still what loading made of it? If not, no forward of it is right, stock's included."""
+"""Check that a sharded model is still as loading made it; otherwise every forward of it is wrong, also stock's."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LOAD_AGAIN = "A layer was replaced or resized after loading. Change the checkpo
 
 
 def broken_part(model: Any) -> Reason | None:
-    """Which module makes this rank's part of a causal LM compute something else than a part, or None.
+    """Return which module of this rank's part of a causal LM breaks the sharding, or None.
 
-    A tuner's own matrices, unless they are cut alike, see a part of the columns, and their product misses the sum over
-    ranks; a layer that is whole, or cut otherwise, does not fit its neighbours.
+    A tuner's matrices that are not cut like their layer read only a part of the columns, and their product lacks the
+    sum over ranks; a layer that is whole, or cut otherwise, does not fit its neighbours.
     """
     group = group_of(model)
     if not group.is_parallel:
         return None
-    matrices: set[int] = set()  # whole ones of adapters whose other matrix is cut
+    matrices: set[int] = set()  # of adapters that are cut right, where one matrix is whole
     for name, module in model.named_modules():
         inner = getattr(module, "base_layer", None)
         if inner is not None and is_sharded(inner):

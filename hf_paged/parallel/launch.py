@@ -1,4 +1,4 @@
-"""Rank 0 starts, watches and ends the processes of the other ranks."""
+"""Processes of the ranks above 0: rank 0 starts, watches and ends them."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from hf_paged.parallel.process import WorkerProcess
 # All ranks are on this host, and it is `launch` that ends the process of a rank, not NCCL's watchdogs.
 _LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
-# Seconds: for a connection's error to be followed by the news of the death that broke it; for rank 0 to get out of a
-# step once a rank is dead; for workers to follow each way of ending them; for communicators to be aborted, which an
-# interpreter that ends meanwhile may not survive.
+# Seconds: from a connection's error to the report of the death that caused it; for rank 0 to leave a step once a rank
+# is dead; for workers to end after each signal; for communicators to be aborted, during which the end of the
+# interpreter may crash.
 _NEWS, _STUCK, _PATIENCE, _ABORT = 3.0, 6.0, 1.5, 4.0
 
 
 class _State:
-    """What the threads know. They hold no `Workers`, so that the last reference to one ends the processes.
+    """State that the threads share. They hold no `Workers`, so that its last reference ends the processes.
 
-    Locks are reentrant, since the end of a `Workers` may come in any line of any thread that allocates.
+    Locks are reentrant, since garbage collection may end a `Workers` in any line of any thread that allocates.
     """
 
     def __init__(self, size: int, store: dist.Store, device_type: str) -> None:
@@ -45,13 +45,13 @@ class _State:
         self.lock = threading.RLock()
         self.workers: list[WorkerProcess] = []
         self.closed = False
-        self.aborted: threading.Event | None = None  # where aborting has begun
+        self.aborted: threading.Event | None = None  # set once aborting has ended; None before it began
         self.closing = threading.Event()
         self.died = threading.Event()
         self.exit_report = ""
         self.step: object = None  # the step that rank 0 is in
         self.meeting: threading.Thread | None = None
-        self.world: Any = None  # the default process group, where `Workers.meeting` made it
+        self.world: Any = None  # the default process group, if `Workers.meeting` made it
         self.group: ParallelGroup | None = None
 
 
@@ -60,9 +60,9 @@ _made: weakref.ref | None = None
 
 
 class Workers:
-    """The processes of ranks 1 to `size - 1`, made by `launch`.
+    """Processes of ranks 1 to `size - 1`, made by `launch`.
 
-    They end with `close`, with the last reference to this object, and with this process, whatever ends it.
+    They end with `close`, with the last reference to this object, and with this process, however it ends.
 
     Attributes:
         store: the `TCPStore` at which the ranks meet.
@@ -74,7 +74,7 @@ class Workers:
 
     @property
     def store(self) -> dist.Store:
-        """Raises EngineClosedError: after `close`."""
+        """The `TCPStore` of the ranks; raises EngineClosedError after `close`."""
         self.check()
         return cast(dist.Store, self._state.store)
 
@@ -84,7 +84,7 @@ class Workers:
         return [worker.process.pid for worker in self._state.workers]
 
     def check(self) -> None:
-        """Raises WorkerDiedError: a worker ended on its own. EngineClosedError: after `close`; in a fork of rank 0."""
+        """Raise WorkerDiedError if a worker ended on its own; EngineClosedError after `close`, and in a fork."""
         if os.getpid() != self._state.owner:
             raise EngineClosedError("this process is a fork of the one that started the workers: expected that one")
         if self._state.died.is_set():
@@ -96,17 +96,17 @@ class Workers:
     def meeting(self, device: torch.device) -> Iterator[ParallelGroup]:
         """Meet the workers, whose jobs call `ParallelGroup.meet` with their store, while the body runs.
 
-        The group can be handed to layers at once; its ranks have met when the context is left. An error of the body
-        leaves the meeting to `close`.
+        Layers can take the group at once; its ranks have met when the context is left. After an error of the body
+        `close` ends the meeting.
 
         Raises:
-            WorkerDiedError: a worker ended before all have met; after the body, which may call `check`.
+            WorkerDiedError: a worker ended before all have met; raised after the body, which may call `check`.
         """
         self.check()
         state, met = self._state, Future[None]()
         group = ParallelGroup(0, state.size, driven=True)
         with _environment_of_ranks():
-            # Nothing interrupts a wait for a peer that died while it met us, so a thread does the waiting.
+            # A thread waits: the wait for a peer that died while it met this rank cannot be interrupted.
             state.meeting = threading.Thread(target=_meet, args=(state, group, device, met), name="hf_paged-meet",
                                              daemon=True)
             state.meeting.start()
@@ -119,19 +119,19 @@ class Workers:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Rank 0 waits for other ranks, on the device or on the host, inside and nowhere else; one thread at a time.
+        """Enclose all code in which rank 0 waits for other ranks, on the device or the host; one thread at a time.
 
-        When a worker has died, the wait ends with an error within seconds, or else this process does.
+        After the death of a worker, either the wait ends with an error within seconds, or this process ends.
 
         Raises:
-            WorkerDiedError: a worker died; in place of the error that this caused inside, or of a wrong result.
+            WorkerDiedError: a worker died; raised in place of the error that this caused inside, or of a wrong result.
         """
         self.check()
         state = self._state
         with self._reporting_exits():
             outer, state.step = state.step, object()
             try:
-                # Again: of a death since then, the watcher has seen no step that it would have to end.
+                # Again: a worker may have died since `check`, when the watcher found no step to end.
                 if state.died.is_set():
                     raise WorkerDiedError(state.exit_report)
                 yield
@@ -141,7 +141,7 @@ class Workers:
 
     @contextmanager
     def _reporting_exits(self) -> Iterator[None]:
-        """A worker's death in place of the error that it caused; that error may come first."""
+        """Raise a worker's death in place of the error that it caused, which may come before its report."""
         try:
             yield
         except Exception as error:
@@ -152,18 +152,18 @@ class Workers:
             raise
 
     def close(self, timeout: float = 0.0) -> None:
-        """End all workers, the process group that `meeting` made, and the store. Again: nothing.
+        """End all workers, the process group that `meeting` made, and the store; does nothing when called again.
 
-        CUDA graphs that hold collectives have to be dropped before: NCCL waits for that.
+        CUDA graphs that hold collectives have to be dropped before: ending NCCL waits for them.
 
         Args:
-            timeout: seconds for workers that were told to stop to return from their jobs; others are ended at once.
+            timeout: seconds that workers have to return from their jobs before they are ended.
         """
         _close(self._state, timeout)
 
 
 def is_leading() -> bool:
-    """Is this process in a process group because `Workers.meeting` made one here?"""
+    """Return whether this process is in a process group that `Workers.meeting` made here."""
     world = _made and _made()
     return world is not None and world is dist.group.WORLD
 
@@ -173,11 +173,11 @@ def launch(size: int, job: Any, device_type: str) -> Workers:
 
     Args:
         size: number of ranks, at least 2.
-        job: pickled; its class has to be importable.
-        device_type: "cuda" (a device a rank) or "cpu".
+        job: object that is sent pickled; its class has to be importable.
+        device_type: "cuda" (one device for each rank) or "cpu".
 
     Raises:
-        ValueError: `size` below 2, fewer devices than ranks, or a process that is in a process group already.
+        ValueError: `size` below 2, fewer devices than ranks, or this process is in a process group already.
     """
     if size < 2:
         raise ValueError(f"size={size}: expected at least 2 ranks")
@@ -190,7 +190,7 @@ def launch(size: int, job: Any, device_type: str) -> Workers:
             "with torchrun)"
         )
     pickled = pickle.dumps(job)
-    with socket.create_server(("127.0.0.1", 0)) as server:  # the store would listen on all interfaces
+    with socket.create_server(("127.0.0.1", 0)) as server:  # by itself the store would listen on all interfaces
         port = server.getsockname()[1]
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
                               master_listen_fd=server.detach())
@@ -215,7 +215,7 @@ def _meet(state: _State, group: ParallelGroup, device: torch.device, met: Future
     others = [ARRIVED.format(rank=rank) for rank in range(1, state.size)]
     failure: BaseException | None = None
     try:
-        # Asked and not waited for: nobody has to be waited for any more when a worker is dead, or all are to end.
+        # Polled: a wait for the store would not end when a worker has died, or when all are to end.
         while not cast(dist.Store, store).check(others):
             if state.died.is_set() or state.closing.wait(0.02):
                 raise EngineClosedError("the workers ended before all have met")
@@ -225,12 +225,12 @@ def _meet(state: _State, group: ParallelGroup, device: torch.device, met: Future
         try:
             group.meet(device, store)
         finally:
-            sys.excepthook = hook  # torch's marks the user's tracebacks with a rank
+            sys.excepthook = hook  # torch's hook marks the user's tracebacks with a rank
     except BaseException as error:
         failure = error
     with state.lock:
-        # After an error, too: it may have come when the default group was made already. One that comes after `close`
-        # finds another's.
+        # After an error, too: the default group may have been made before it. After an error that follows `close`, the
+        # default group may be another meeting's.
         if failure is None or not state.closed:
             _own(state)
             state.group = group
@@ -244,9 +244,9 @@ def _meet(state: _State, group: ParallelGroup, device: torch.device, met: Future
 
 @contextmanager
 def _environment_of_ranks() -> Iterator[None]:
-    """Not for longer: the next process group of the user's process may be of several hosts."""
+    """Set the ranks' environment in a ``with`` block only: the user's next process group may span several hosts."""
     before = {name: os.environ.get(name) for name in _LOCAL}
-    # All that `meet` writes, and not in its thread: other threads' C code may read the environment meanwhile.
+    # Everything that `meet` writes is set here, not in its thread: C code of other threads may read the environment.
     os.environ.update({**ENVIRONMENT, **_LOCAL})
     try:
         yield
@@ -259,14 +259,14 @@ def _environment_of_ranks() -> Iterator[None]:
 
 
 def _own(state: _State) -> None:
-    """The default process group, if any, is this meeting's."""
+    """Record the default process group, if any, as made by this meeting."""
     global _made
     state.world = dist.group.WORLD
     _made = state.world and weakref.ref(state.world)
 
 
 def _leave(state: _State) -> None:
-    """End the process group that `Workers.meeting` made, without the other ranks; NCCL's in a thread: see `aborted`."""
+    """End the process group that `Workers.meeting` made, without the other ranks; NCCL's in a thread (`aborted`)."""
     with state.lock:
         world, state.world = state.world, None
         group, state.group = state.group, None
@@ -287,7 +287,7 @@ def _leave(state: _State) -> None:
 
 
 def _abort(state: _State, group: ParallelGroup | None) -> None:
-    """Destroying NCCL's communicators would wait for other ranks; aborting waits for the graphs that they are in."""
+    """Abort NCCL's communicators: destroying them would wait for other ranks; aborting waits for graphs with them."""
     try:
         _abort_process_group()
     finally:
@@ -298,7 +298,7 @@ def _abort(state: _State, group: ParallelGroup | None) -> None:
 
 def _watch(state: _State, worker: WorkerProcess) -> None:
     code = worker.wait()
-    # One that ended well was told to, and `close` follows.
+    # A worker that ended without an error got the request to end, and `close` follows.
     if code == 0 and state.closing.wait(1.0):
         return
     with state.lock:
@@ -316,9 +316,9 @@ def _watch(state: _State, worker: WorkerProcess) -> None:
     deadline = time.monotonic() + _STUCK
     while stuck is not None and state.step is stuck:
         if time.monotonic() > deadline:
-            # Aborting ended NCCL's kernels. One of ours that spins for a dead peer's flag cannot be stopped: CUDA has
-            # no call that ends a running kernel, resetting the device waits for it, and no signal or exception reaches
-            # a thread in that wait. Only the end of the process frees device and user.
+            # Aborting ended NCCL's kernels. A kernel of hf_paged that spins for a dead peer's flag cannot be stopped:
+            # CUDA has no call that ends a running kernel, resetting the device waits for it, and no signal or exception
+            # reaches a thread in that wait. Only the end of the process frees the device.
             end = "a kernel waits for that rank, ending rank 0"
             os.write(2, f"hf_paged: {state.exit_report}\nhf_paged: {end}\n".encode())
             os._exit(1)
@@ -326,7 +326,7 @@ def _watch(state: _State, worker: WorkerProcess) -> None:
 
 
 def _close(state: _State, timeout: float) -> None:
-    if state.closed or os.getpid() != state.owner:  # a fork of rank 0 ends without its workers
+    if state.closed or os.getpid() != state.owner:  # a fork of rank 0 must not end the workers
         return
     with state.lock:
         state.closing.set()
@@ -342,11 +342,11 @@ def _close(state: _State, timeout: float) -> None:
     for worker in state.workers:
         worker.end_reading()
     if state.meeting is not None:
-        with suppress(RuntimeError):  # the collection of garbage may call this in that thread itself
+        with suppress(RuntimeError):  # garbage collection may call this in that thread itself
             state.meeting.join(_PATIENCE)
-        if state.meeting.is_alive():  # waits for the dead for ever, and may have made the default group before
+        if state.meeting.is_alive():  # it waits for a dead rank, and may have made the default group
             _own(state)
-            if state.world is None:  # or has begun to: the next one would have another number here than elsewhere
+            if state.world is None:  # or begun to: the next group's number must be the same on all ranks
                 _world.group_count = 0
     _leave(state)
     if state.aborted is not None:

@@ -1,8 +1,8 @@
-"""Layers of which each rank holds a part. They only generate: their collectives have no gradient.
+"""Layers of which each rank holds a part. They are for inference only: their collectives have no gradient.
 
 A layer is made from the stock layer that it replaces, on the stock layer's device (meta, in `loading`), and its
-parameters have stock's names. `group` are its ranks, and `shard_of(parameter)` says which part of the stock parameter
-it holds. With a group of one it holds all and is the stock layer.
+parameters have stock's names. `group` holds its ranks; `shard_of(parameter)` is the part of the stock parameter that
+the layer holds. With a group of one the layer holds all of it, and computes what the stock layer does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_paged.parallel.shards import Shard, vocab_shard
 
 
 class Sharded:
-    """Mixed into the class of a layer of which a rank holds a part."""
+    """Mixin for the class of a layer of which a rank holds a part."""
 
     group: ParallelGroup
     _shards: dict[str, Shard]
@@ -28,7 +28,7 @@ class Sharded:
         return self._shards[parameter]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """What `state_dict` and `save_pretrained` call: a part would be taken for the whole under its name."""
+        """Refuse `state_dict` and `save_pretrained`, which would save a part as the whole under its name."""
         if self.group.is_parallel:
             raise RuntimeError(
                 f"state_dict of {prefix.rstrip('.') or type(self).__name__}, of which rank {self.group.rank} of "
@@ -40,7 +40,7 @@ class Sharded:
 
 
 class ColumnParallelLinear(Sharded, nn.Linear):
-    """`rows` [start, stop) of the weight [n, k] and of the bias: [..., k] -> [..., stop - start]. No communication."""
+    """Linear layer of `rows` [start, stop) of weight [n, k] and bias, local: [..., k] -> [..., stop - start]."""
 
     def __init__(self, linear: nn.Linear, group: ParallelGroup, rows: tuple[int, int]) -> None:
         full, width = linear.weight.shape
@@ -50,7 +50,7 @@ class ColumnParallelLinear(Sharded, nn.Linear):
 
 
 class RowParallelLinear(Sharded, nn.Linear):
-    """`columns` [start, stop) of the weight [n, k]: the ranks' [..., stop - start] -> [..., n], the same on each.
+    """Linear layer of `columns` [start, stop) of weight [n, k]: [..., stop - start] -> [..., n], equal on all ranks.
 
     The sum over ranks comes first, then the bias, which every rank holds.
     """
@@ -67,13 +67,13 @@ class RowParallelLinear(Sharded, nn.Linear):
         return self.finish(F.linear(input, self.weight))
 
     def finish(self, partial: torch.Tensor) -> torch.Tensor:
-        """From this rank's product to the layer's output, where there are several ranks."""
+        """Return the layer's output from this rank's product, if there are several ranks."""
         output = self.group.all_reduce(partial)
         return output if self.bias is None else output + self.bias
 
 
 class VocabParallelEmbedding(Sharded, nn.Embedding):
-    """`vocab_rows` rows of the embedding: ids [...] -> [..., hidden_size], the same on each rank."""
+    """Embedding of `vocab_rows` rows: ids [...] -> [..., hidden_size], the same on each rank."""
 
     def __init__(self, embedding: nn.Embedding, group: ParallelGroup) -> None:
         shard = vocab_shard(tuple(embedding.weight.shape), group.rank, group.size)
@@ -94,10 +94,10 @@ class VocabParallelEmbedding(Sharded, nn.Embedding):
 
 
 class VocabParallelHead(Sharded, nn.Linear):
-    """`vocab_rows` rows of the head: [..., hidden_size] -> all logits [..., vocab_size], the same on each rank.
+    """Head of `vocab_rows` rows: [..., hidden_size] -> all logits [..., vocab_size], the same on each rank.
 
-    `local` gives this rank's own columns, of which the first `num_real` are the tokens from `first` on. The others
-    are padding, whose logits mean nothing.
+    `local` returns this rank's own columns, of which the first `num_real` are the tokens from `first` on. Further
+    columns are padding, whose logits have no meaning.
     """
 
     def __init__(self, linear: nn.Linear, group: ParallelGroup) -> None:
@@ -111,14 +111,14 @@ class VocabParallelHead(Sharded, nn.Linear):
         self._shards = {"weight": shard, "bias": vocab_shard((linear.out_features,), group.rank, group.size)}
 
     def local(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] -> [..., rows], this rank's own."""
+        """Compute [..., hidden_size] -> [..., rows], this rank's own columns."""
         return F.linear(hidden, self.weight, self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.gathered(self.local(input))
 
     def gathered(self, local: torch.Tensor) -> torch.Tensor:
-        """Own columns [..., rows] of every rank -> all logits [..., vocab_size]."""
+        """Gather the columns [..., rows] of every rank -> all logits [..., vocab_size]."""
         if not self.group.is_parallel:
             return local
         columns = self.group.all_gather(local).movedim(0, -2)
@@ -126,10 +126,10 @@ class VocabParallelHead(Sharded, nn.Linear):
 
 
 class ShardedExperts(Sharded):
-    """Mixed into a stock class of fused experts: each rank holds a part of every expert, and the outputs are added up.
+    """Mixin for a stock class of fused experts: each rank holds a part of every expert, and the outputs are summed.
 
-    Of gate_up_proj [experts, 2 * inner, hidden] gates and ups are sliced alike, and so is down_proj [experts, hidden,
-    inner].
+    The same slice of the inner dimension is taken of gates and ups in gate_up_proj [experts, 2 * inner, hidden] and of
+    down_proj [experts, hidden, inner].
     """
 
     stock: type[nn.Module]
@@ -140,19 +140,19 @@ class ShardedExperts(Sharded):
 
 @cache
 def sharded_class(stock: type[nn.Module]) -> type[nn.Module]:
-    """The class of the stock experts' sharded twin; always the same one."""
+    """Return the sharded class for a stock class of experts; always the same class."""
     return type(f"Sharded{stock.__name__}", (ShardedExperts, stock), {"stock": stock, "__module__": __name__})
 
 
 def stock_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that a sharded twin was made from; any other class itself."""
+    """Return the stock class that a sharded class was made from; any other class itself."""
     return kind.stock if issubclass(kind, ShardedExperts) else kind
 
 
 def shard_experts(experts: Any, group: ParallelGroup, inner: tuple[int, int]) -> None:
     """Make a stock module of fused experts, on the meta device, hold `inner` [start, stop) of every expert.
 
-    Its attributes stay, since they differ from class to class, but for the inner size.
+    All attributes but the inner size are kept, since they differ from class to class.
     """
     start, stop = inner
     total, shape = experts.down_proj.shape[2], tuple(experts.gate_up_proj.shape)
@@ -170,14 +170,14 @@ def shard_experts(experts: Any, group: ParallelGroup, inner: tuple[int, int]) ->
 
 
 def shard_of(module: nn.Module, parameter: str) -> Shard:
-    """Which part of the stock parameter a module's own one is: all of it, unless the module is one of this file's."""
+    """Return the part of the stock parameter that a module holds: all of it, unless the module is sharded."""
     if isinstance(module, Sharded):
         return module.shard_of(parameter)
     return Shard.whole(tuple(getattr(module, parameter).shape))
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Does this module hold a part of a layer, the rest being on other ranks?"""
+    """Return whether a module holds a part of a layer, whose rest is on other ranks."""
     return isinstance(module, Sharded) and module.group.is_parallel
 
 

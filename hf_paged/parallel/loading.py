@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint as a model on its device; the rest of the weights is never read."""
+"""Loading of one rank's part of a checkpoint as a model on its device; the rest of the weights is never read."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | No
     Args:
         path_or_id: directory of a checkpoint, or its id on the hub.
         group: the ranks that hold the model together. Nothing is communicated: they need not have met.
-        dtype: of the weights; "auto" or None: the config's, or else that of the checkpoint's first tensor.
-        device: where the weights go.
-        check: called every now and then; when it raises, loading ends with its error.
-        files: arguments of transformers' `from_pretrained` that say where files are found: revision, token, ...
+        dtype: dtype of the weights; "auto" or None: the config's, or else that of the checkpoint's first tensor.
+        device: device of the weights.
+        check: called several times a second; when it raises, loading ends with its error.
+        files: arguments of transformers' `from_pretrained` for finding files: revision, token, ...
 
     Raises:
         UnsupportedModelError: the model cannot be sharded.
         FileNotFoundError: no safetensors files, or some are missing.
-        ValueError: `dtype`; a quantized checkpoint; a key that is missing, left over, or of another shape or dtype
-            than the model's. The message names it and the file.
+        ValueError: for a wrong `dtype`; a quantized checkpoint; a key that is missing, left over, or of another shape
+            or dtype than the model's. The message names the key and the file.
     """
     path_or_id, device, files = str(path_or_id), torch.device(device), files or {}
     config = AutoConfig.from_pretrained(path_or_id, **files)
@@ -67,7 +67,7 @@ def _dtype(dtype: Any, config: Any, entries: dict[str, Entry]) -> torch.dtype:
 
 
 def _allocate(model: PreTrainedModel, device: torch.device) -> None:
-    """Memory on the device for every parameter, once where two modules share it, and the buffers moved there."""
+    """Allocate every parameter on the device, once if two modules share it, and move the buffers there."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -100,7 +100,7 @@ def _fill(model: PreTrainedModel, path: str, entries: dict[str, Entry], check: C
 
 
 class _Keys:
-    """Names of a model's parameters -> keys of a checkpoint, which may be a causal LM's or one of its decoder only."""
+    """Map from names of a model's parameters to keys of a checkpoint, of the causal LM or of its decoder only."""
 
     def __init__(self, model: PreTrainedModel, path: str, entries: dict[str, Entry]) -> None:
         self._path, self._entries = path, entries
@@ -114,7 +114,7 @@ class _Keys:
         return self._key(name) in self._entries
 
     def use(self, name: str, shape: tuple[int, ...]) -> str:
-        """The key of a parameter; it has to be there with this shape."""
+        """Return the key of a parameter; ValueError if it is missing or has another shape."""
         if self._tied and name == EMBEDDING and not self.has(name):
             name = HEAD
         key = self._key(name)
@@ -137,7 +137,7 @@ class _Keys:
 
 
 def _pieces(keys: _Keys, module: nn.Module, name: str, shard: Shard, data: torch.Tensor) -> list[Piece]:
-    """What has to be read for one parameter; its padding is made zero here."""
+    """Return the pieces to read for one parameter, whose padding is zeroed here."""
     if shard.padding:
         data.narrow(shard.dim, data.shape[shard.dim] - shard.padding, shard.padding).zero_()
     if data.ndim < 3:
@@ -161,7 +161,7 @@ def _targets(shard: Shard, data: torch.Tensor, dim: int) -> Iterator[tuple[int, 
 
 
 def _pieces_by_expert(keys: _Keys, name: str, shard: Shard, data: torch.Tensor) -> Iterator[Piece]:
-    """Of a checkpoint with a matrix an expert: gate, up and down, the first two being one parameter of the model."""
+    """Yield pieces of a checkpoint with gate, up and down matrices per expert; gate and up are one model parameter."""
     experts, _, fused = name.rpartition(".")
     _, height, width = shard.shape
     names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[fused]
@@ -176,6 +176,6 @@ def _pieces_by_expert(keys: _Keys, name: str, shard: Shard, data: torch.Tensor) 
 def _generation_config(path_or_id: str, files: dict[str, Any]) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(path_or_id, **files)
-    except OSError:  # none there: as in from_pretrained
+    except OSError:  # there is no such file: as in from_pretrained
         return GenerationConfig.from_pretrained(path_or_id, config_file_name="config.json", _from_model_config=True,
                                                 **files)

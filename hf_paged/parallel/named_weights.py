@@ -1,7 +1,7 @@
-"""Whole weights under the names of checkpoints, and the part of each that a rank holds: writing them, and reading them.
+"""Writing and reading of whole weights by the names of checkpoints, where each rank holds a part of a weight.
 
 The names are those of the unsharded model's `state_dict`, and of checkpoints that keep the matrices of experts apart or
-leave out the causal LM's prefix. With one rank the part is the whole.
+leave out the causal LM's prefix. With one rank the part is the whole weight.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.layers import Sharded, is_sharded
 from hf_paged.parallel.shards import Shard
 
-# What travels at a time, and what ranks have of it in memory.
+# Bytes sent at a time, which is also what ranks need in memory for it.
 CHUNK_BYTES = 64 << 20
-# Of old checkpoints, whose layers each had the frequencies; transformers ignores them as well.
+# Frequencies in the layers of old checkpoints; transformers ignores them as well.
 _IGNORED = (r"rotary_emb\.inv_freq",)
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _EXPERT = re.compile(r"(?P<experts>.+)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
@@ -29,7 +29,7 @@ _PARTS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "dow
 
 
 class Covers(NamedTuple):
-    """What of the model a tensor of a checkpoint is: a tensor by its first name, or one matrix of an expert in it."""
+    """Part of the model that a checkpoint's tensor covers: a tensor by its first name, or an expert's matrix in it."""
 
     name: str
     expert: int | None = None
@@ -37,9 +37,9 @@ class Covers(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor of a checkpoint goes on this rank: into `data`, that part of it that `shard` says.
+    """Destination of a checkpoint's tensor on this rank: the part of it that `shard` describes goes into `data`.
 
-    `covers`: two names of tied weights cover the same.
+    `covers` is equal for two names of tied weights.
     """
 
     data: torch.Tensor
@@ -47,14 +47,14 @@ class Place(NamedTuple):
     covers: Covers
 
     def chunks(self, most_bytes: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) of rows of the whole tensor of which a chunk takes at most so many bytes, or is one row."""
+        """Return ranges [start, stop) of rows of the whole tensor, of at most so many bytes or of one row."""
         rows = self.shard.shape[0]
         row_bytes = self.data.element_size() * int(torch.Size(self.shard.shape[1:]).numel())
         step = max(1, most_bytes // max(1, row_bytes))
         return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
     def pairs(self, first: int, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pieces of `data` and what belongs there of the whole tensor's `rows` from row `first` on."""
+        """Yield pieces of `data`, each with its values from the whole tensor's `rows`, which start at row `first`."""
         dim, offset = self.shard.dim, 0
         for start, stop in self.shard.ranges:
             if dim:
@@ -66,13 +66,13 @@ class Place(NamedTuple):
 
 
 class NamedWeights:
-    """The tensors of a causal LM's `state_dict` on this rank, by name; made anew for every use."""
+    """Tensors of a causal LM's `state_dict` on this rank, by name; to be made anew for every use."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._ignored = ignored_keys(model)
         self._modules: dict[str, tuple[nn.Module, str]] = {}
-        self._names: dict[int, str] = {}  # by id of the tensor; of tied ones the first
+        self._names: dict[int, str] = {}  # by id of the tensor; of tied weights the first name
         for path, module in model.named_modules():
             for key, tensor in _own_tensors(module):
                 name = f"{path}.{key}" if path else key
@@ -80,15 +80,15 @@ class NamedWeights:
                 self._names.setdefault(id(tensor), name)
 
     def __iter__(self) -> Iterator[str]:
-        """Names in the order of `state_dict`, those of tied weights once."""
+        """Iterate over names in the order of `state_dict`, with one name for tied weights."""
         return iter(self._names.values())
 
     def is_ignored(self, name: str) -> bool:
-        """A tensor of old checkpoints that transformers passes over as well."""
+        """Return whether a name is a tensor of old checkpoints that transformers ignores as well."""
         return any(pattern.search(name) for pattern in self._ignored)
 
     def place(self, name: str) -> Place:
-        """Raises ValueError: no such name, or a tensor that cannot be written by it."""
+        """Return the place of a name; ValueError if there is no such name, or its tensor cannot be written."""
         if (found := self._find(name)) is None and (of_expert := _EXPERT.fullmatch(name)) is not None:
             return self._place_of_expert(name, of_expert)
         if found is None:
@@ -103,27 +103,27 @@ class NamedWeights:
         return Place(data, shard, Covers(self._names[id(tensor)]))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor; ValueError as from `place`."""
+        """Return the shape of the whole tensor; ValueError as from `place`."""
         found = self._find(name)
         return tuple(found[2].shape) if found is not None and not found[2].ndim else self.place(name).shard.shape
 
     def nbytes(self, name: str) -> int:
-        """Of the whole tensor."""
+        """Return the bytes of the whole tensor."""
         tensor = self.tensor(name)
         size = self.place(name).shard.shape if self.is_cut(name) else tensor.shape
         return int(torch.Size(size).numel()) * tensor.element_size()
 
     def is_cut(self, name: str) -> bool:
-        """Do ranks hold parts of it?"""
+        """Return whether each rank holds a part of the tensor."""
         return is_sharded(self._modules[name][0])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """This rank's part, as it lies in the model."""
+        """Return this rank's part, as it lies in the model."""
         tensor: torch.Tensor = getattr(*self._modules[name])
         return tensor.detach()
 
     def missing(self, covered: Collection[Covers]) -> list[str]:
-        """Names of what these do not cover, of tied weights the first, of experts' matrices the one that has all."""
+        """Return names that are not covered: of tied weights the first, of experts' matrices their common tensor."""
         counts = Counter(covers.name for covers in covered)
         whole = {covers.name for covers in covered if covers.expert is None}
         return [name for name in self if name not in whole and (
@@ -136,7 +136,7 @@ class NamedWeights:
         return None
 
     def _place_of_expert(self, name: str, match: re.Match) -> Place:
-        """Of one expert's gate, up or down matrix, where the model keeps those of all experts in one tensor."""
+        """Return the place of one expert's gate, up or down matrix, if the model keeps all experts in one tensor."""
         key, part = _PARTS[match["part"]]
         found = self._find(f"{match['experts']}.{key}")
         if found is None or not _keeps_gates_above_ups(found[0]):
@@ -148,7 +148,7 @@ class NamedWeights:
             raise ValueError(f"{name!r}: expected one of {len(tensor)} experts")
         _, height, width = shard.shape
         inner = height // 2 if key == "gate_up_proj" else height
-        if shard.dim == 0:  # all of it, on this rank
+        if shard.dim == 0:  # this rank has the whole tensor
             shard = Shard(shard.shape, 1, tuple((p * inner, (p + 1) * inner) for p in range(height // inner)))
         start, stop = shard.ranges[part]
         data = tensor.data[index].narrow(shard.dim - 1, part * (stop - start), stop - start)
@@ -157,12 +157,12 @@ class NamedWeights:
 
 
 def ignored_keys(model: Any) -> list[re.Pattern]:
-    """Of tensors that a checkpoint may hold and the model has no use for, as transformers sees it."""
+    """Return patterns of keys that a checkpoint may have and that the model does not use, as in transformers."""
     return [re.compile(pattern) for pattern in (*_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))]
 
 
 def check_tensor(name: object, tensor: object, weights: NamedWeights) -> None:
-    """Raise ValueError or TypeError where this pair is none that can be written."""
+    """Raise ValueError or TypeError if this pair of name and tensor cannot be written."""
     if not isinstance(name, str):
         raise TypeError(f"weights: expected pairs of a name and a tensor, got {type(name).__name__} for the name")
     if type(tensor) not in _PLAIN or getattr(tensor, "is_meta", False):
@@ -178,12 +178,12 @@ def check_tensor(name: object, tensor: object, weights: NamedWeights) -> None:
 
 
 def write(place: Place, tensor: torch.Tensor | None, group: ParallelGroup, *, compare: bool = False) -> bool:
-    """Write this rank's part of a whole tensor; True where it was there already, on all ranks, if that was asked for.
+    """Write this rank's part of a whole tensor, or return whether all ranks have its values already (`compare`).
 
     Args:
-        tensor: of any float dtype, on any device. None, on ranks > 0: the one that rank 0 gives; every rank calls.
-        group: over which it is sent; `SINGLE` where each rank has it.
-        compare: look only, and leave what is there.
+        tensor: whole tensor of any float dtype, on any device. None, on ranks > 0: rank 0's; every rank calls.
+        group: group over which the tensor is sent; `SINGLE` if each rank has it.
+        compare: compare only, and write nothing.
     """
     same = True
     with torch.no_grad():
@@ -205,7 +205,7 @@ def write(place: Place, tensor: torch.Tensor | None, group: ParallelGroup, *, co
 
 
 def gather(weights: NamedWeights, name: str, group: ParallelGroup) -> torch.Tensor | None:
-    """A whole weight on rank 0's host, as memory of its own; None on other ranks. Every rank calls."""
+    """Return a whole weight on rank 0's host, as a copy; None on other ranks. Every rank has to call."""
     tensor = weights.tensor(name)
     if not weights.is_cut(name):
         return tensor.to("cpu", copy=True) if group.rank == 0 else None
@@ -223,7 +223,7 @@ def gather(weights: NamedWeights, name: str, group: ParallelGroup) -> torch.Tens
 
 
 def _put_back(part: Place, first: int, whole: torch.Tensor) -> None:
-    """`part.data`, a rank's rows from row `first` of its part on, to their places in the whole; padding has none."""
+    """Copy `part.data`, a rank's rows from row `first` of its part on, to their place in `whole`, without padding."""
     offset = 0
     for start, stop in part.shard.ranges:
         size = stop - start
@@ -236,7 +236,7 @@ def _put_back(part: Place, first: int, whole: torch.Tensor) -> None:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's own tensors of its state_dict, in its order."""
+    """Yield a module's own tensors in its state_dict, in order."""
     for key, parameter in module._parameters.items():
         if parameter is not None:
             yield key, parameter
@@ -252,7 +252,7 @@ def _shard_of(module: nn.Module, key: str, tensor: torch.Tensor) -> Shard:
 
 
 def _keeps_gates_above_ups(module: Any) -> bool:
-    """Gates above ups, and each expert's matrices as a linear layer has them?"""
+    """Return whether gates stand above ups, and each expert's matrices are as in a linear layer."""
     gate_up, down = (getattr(module, key, None) for key in ("gate_up_proj", "down_proj"))
     if gate_up is None or down is None or not gate_up.ndim == down.ndim == 3:
         return False
@@ -260,7 +260,7 @@ def _keeps_gates_above_ups(module: Any) -> bool:
 
 
 def _check_plain(name: str, module: nn.Module) -> None:
-    """Raise ValueError where a module keeps its weight in another form than as the numbers that it computes with."""
+    """Raise ValueError if a module does not keep its weight as plain tensors of floats that it computes with."""
     for key, tensor in _own_tensors(module):
         if type(tensor) not in _PLAIN or not tensor.is_floating_point() or tensor.element_size() == 1:
             kind = type(tensor).__name__ if type(tensor) not in _PLAIN else tensor.dtype

@@ -1,4 +1,4 @@
-"""Memory that the GPUs of one host read and write in each other, for the all-reduce of `kernels/comm/all_reduce.py`."""
+"""Symmetric memory of the GPUs of one host, which all of them read and write, for `kernels/comm/all_reduce.py`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from hf_paged.parallel.group import ENVIRONMENT, ParallelGroup
 
 # 6,144 rows of 8192 half-precision columns.
 CAPACITY = 96 << 20
-# How long an exchange waits for another rank's messages, which does not come where torch numbers them otherwise.
+# Time that an exchange waits for another rank's message, which never comes if torch numbers messages otherwise there.
 _EXCHANGE_TIMEOUT = timedelta(seconds=60)
-# Of this process, None after one that failed: see `_catch_up`.
+# Exchanges of this process; None after a failed exchange: see `_catch_up`.
 _num_exchanges: int | None = 0
 
 
 class PeersUnavailable(RuntimeError):
-    """The GPUs cannot reach each other's memory, or not all of them: the message says why. NCCL is the way."""
+    """Not all GPUs can reach each other's memory, so that NCCL has to be used: the message says why."""
 
 
 class PeerBuffers:
-    """One symmetric allocation per rank, mapped by all; made by :func:`open_peers`.
+    """Symmetric allocations, one per rank, that all ranks map; made by :func:`open_peers`.
 
     Attributes:
-        peers: what the kernels take.
+        peers: argument of the kernels.
     """
 
     def __init__(self, peers: Peers, memory: torch.Tensor, handle: Any) -> None:
@@ -62,7 +62,7 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
 
     Raises:
         ValueError: a capacity that is no positive multiple of 16.
-        PeersUnavailable: on every rank, with the first rank's reason.
+        PeersUnavailable: on every rank, with the reason of the first rank that has one.
     """
     if capacity <= 0 or capacity % 16:
         raise ValueError(f"capacity must be a positive multiple of 16, got {capacity}")
@@ -70,7 +70,7 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
     _agree(_obstacle(device, size), hosts)
     _agree(_obstacle_between(_of_all((socket.gethostname(), _uuid(device)), hosts)), hosts)
     memory, handle, buffers = _share(capacity, device, hosts)
-    # A buffer that is not the one it should be is found here and not in a model's output.
+    # A wrongly mapped buffer is found here, and not by wrong outputs of a model.
     memory[-1] = rank + 1
     torch.cuda.synchronize(device)
     dist.barrier(group=hosts)
@@ -89,14 +89,14 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
 
 
 def connect(group: ParallelGroup, device: torch.device, wanted: str, num_bytes: int) -> None:
-    """Have `group` add up by peers' memory where it is faster, from now on; all ranks call it together.
+    """Make `group` sum by peers' memory where that is faster, from now on; all ranks call it together.
 
     Args:
-        wanted: "auto": where that can be had; "peers": it has to be; "nccl": not.
-        num_bytes: of the largest tensor; what is beyond `CAPACITY` is NCCL's.
+        wanted: "auto": if it is possible; "peers": in any case; "nccl": never.
+        num_bytes: bytes of the largest tensor; NCCL sums tensors beyond `CAPACITY`.
 
     Raises:
-        PeersUnavailable: "peers" is wanted, and cannot be had.
+        PeersUnavailable: "peers" is wanted, and impossible.
     """
     if not group.is_parallel or group.peers is not None or wanted == "nccl":
         return
@@ -111,18 +111,18 @@ def connect(group: ParallelGroup, device: torch.device, wanted: str, num_bytes: 
 
 
 def _share(capacity: int, device: torch.device, hosts: dist.ProcessGroup) -> tuple[torch.Tensor, Any, tuple]:
-    """An empty buffer on every rank: this rank's, torch's handle of all, and all of them by rank."""
+    """Make an empty buffer on every rank; returns this rank's, torch's handle of all, and all buffers by rank."""
     num_bytes = buffer_bytes(capacity)
     rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
     counts = _of_all(_num_exchanges, hosts)
     try:
         _catch_up(counts, rank, device)
-        # It is empty on all ranks before any of them can be told of another's memory.
+        # The buffer is empty on all ranks before any rank gets the address of another's.
         memory = _symmetric_memory(num_bytes, device)
         empty_buffer(memory, capacity)
         torch.cuda.synchronize(device)
         problem = None
-    except Exception as error:  # a build without it, no memory, a driver that cannot share
+    except Exception as error:  # a build without symmetric memory, out of memory, a driver that cannot share
         problem = f"no symmetric memory: {error}"
     _agree(problem, hosts)
     with _folder_of_all(hosts) as folder:
@@ -137,10 +137,10 @@ def _share(capacity: int, device: torch.device, hosts: dist.ProcessGroup) -> tup
 
 
 def _symmetric_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that can be exchanged, and is given back with the tensor.
+    """Allocate memory that can be exchanged, and that is freed with the tensor.
 
-    `symmetric_memory.empty` takes it from a pool that keeps it, with the mappings of all exchanges, and hands it out
-    for less: a process that has had a larger buffer would come with another size than the others.
+    `symmetric_memory.empty` takes memory from a pool that keeps it, with the mappings of all exchanges, and reuses it
+    for smaller buffers: a process that had a larger buffer before would exchange another size than other ranks.
     """
     from torch._C._distributed_c10d import _SymmetricMemory
 
@@ -148,10 +148,10 @@ def _symmetric_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _catch_up(counts: list[int | None], rank: int, device: torch.device) -> None:
-    """Exchange memory with nobody else until this process has done so as often as that of any rank.
+    """Exchange memory with no other rank until this process has made as many exchanges as any rank's process.
 
     torch numbers the messages of exchanges by process, and ranks wait for messages of the same number: without this, a
-    process that held a model over ranks before would never meet fresh workers.
+    process that held a model over ranks before would never meet new workers.
     """
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):
@@ -163,7 +163,7 @@ def _catch_up(counts: list[int | None], rank: int, device: torch.device) -> None
 
 @contextmanager
 def _folder_of_all(hosts: dist.ProcessGroup) -> Iterator[str]:
-    """A new folder, the same on all ranks, which have to meet before any of them leaves the context."""
+    """Make a folder that is the same on all ranks, which have to meet before any of them leaves the context."""
     folder, problem = None, None
     if dist.get_rank(hosts) == 0:
         try:
@@ -173,7 +173,7 @@ def _folder_of_all(hosts: dist.ProcessGroup) -> Iterator[str]:
     try:
         _agree(problem, hosts)
         shared = _of_all(folder, hosts)[0]
-        # Where a rank does not see it, torch's store would try for 300 s.
+        # On a rank that does not see the folder, torch's store would retry for 300 s.
         _agree(None if os.path.isdir(shared) else f"does not see rank 0's folder {shared}", hosts)
         yield shared
     finally:
@@ -182,9 +182,9 @@ def _folder_of_all(hosts: dist.ProcessGroup) -> Iterator[str]:
 
 
 def _exchange(memory: torch.Tensor, folder: str, rank: int, size: int) -> Any:
-    """`symmetric_memory.rendezvous` over a group that is there for nothing else, by a name that no group had before.
+    """Run `symmetric_memory.rendezvous` over a group of its own, with a name that no group had before.
 
-    torch keeps the store of a group by the group's name for the life of the process, while groups that come after a
+    torch keeps the store of a group by the group's name until the process ends, while groups that are made after a
     `destroy_process_group` get the same names again; and a store of sockets would stay open.
     """
     from torch._C._distributed_c10d import (
@@ -199,8 +199,8 @@ def _exchange(memory: torch.Tensor, folder: str, rank: int, size: int) -> Any:
     before, _num_exchanges = _num_exchanges, None
     store = dist.FileStore(os.path.join(folder, "store"), size)
     store.set_timeout(_EXCHANGE_TIMEOUT)
-    name: Any = os.path.basename(folder)  # a str, for which newer torch has a type of its own
-    group = ProcessGroup(store, rank, size)  # torch's register does not keep it
+    name: Any = os.path.basename(folder)  # a str; newer torch has a type for it
+    group = ProcessGroup(store, rank, size)  # torch's registry does not keep it alive
     _register_process_group(name, group)
     try:
         handle = _SymmetricMemory.rendezvous(memory, name)
@@ -211,14 +211,14 @@ def _exchange(memory: torch.Tensor, folder: str, rank: int, size: int) -> Any:
 
 
 def _agree(problem: str | None, hosts: dist.ProcessGroup) -> None:
-    """Raise on every rank where any of them has a problem."""
+    """Raise PeersUnavailable on every rank if any rank has a problem."""
     for rank, reason in enumerate(_of_all(problem, hosts)):
         if reason is not None:
             raise PeersUnavailable(f"rank {rank}: {reason}")
 
 
 def _of_all(thing: Any, hosts: dist.ProcessGroup) -> list[Any]:
-    """What each rank gives, by rank."""
+    """Return each rank's `thing`, by rank."""
     things: list[Any] = [None] * dist.get_world_size(hosts)
     dist.all_gather_object(things, thing, group=hosts)
     return things

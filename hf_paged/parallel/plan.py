@@ -1,4 +1,4 @@
-"""From a stock model on the meta device to one rank's part of it, by transformers' own tensor-parallel plan."""
+"""Sharding of a stock model on the meta device to one rank's part, by transformers' own tensor-parallel plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_paged.parallel.layers import (
 )
 from hf_paged.parallel.shards import even_range, kv_head_range, local_kv_heads
 
-# Whose forwards read no size from anywhere but their weights and what is made local here.
+# Models whose forwards read sizes only from their weights and from attributes that `parallelize` makes local.
 SUPPORTED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 _VOCABULARY: dict[str, type[nn.Module]] = {"model.embed_tokens": nn.Embedding, "lm_head": nn.Linear}
 _EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
@@ -32,12 +32,12 @@ def parallelize(model: PreTrainedModel, group: ParallelGroup) -> None:
     Over several ranks the model can neither be saved nor resized from then on.
 
     Args:
-        model: stock, its parameters on the meta device.
+        model: a stock model, with parameters on the meta device.
         group: the ranks that hold the model together.
 
     Raises:
-        UnsupportedModelError: a class, a layer or a style of the plan that cannot be sharded here; names it.
-        ValueError: heads or an inner size that do not divide, named; parameters that are not on the meta device.
+        UnsupportedModelError: a class, a layer or a style of the plan cannot be sharded; the message names it.
+        ValueError: heads or an inner size do not divide, named; parameters are not on the meta device.
     """
     plan = _plan_of(model)
     styled = [(name, module, plan.get(_generic(name))) for name, module in model.named_modules()]
@@ -76,12 +76,12 @@ def _refuse_resizing(*args: Any, **kwargs: Any) -> Any:
 
 
 def _generic(name: str) -> str:
-    """The name under which a plan has a module: of all layers at once."""
+    """Return the name that a plan has for a module: one for all layers."""
     return re.sub(r"\b\d+\b", "*", name)
 
 
 def _plan_of(model: PreTrainedModel) -> dict[str, str]:
-    """The class's plan for the head and the config's for the layers, merged by transformers in `post_init`."""
+    """Return the plan that transformers' `post_init` merged: the class's for the head, the config's for the layers."""
     plan = dict(getattr(model, "tp_plan", None) or {})
     if not any("layers." in name for name in plan):
         raise _refused(model, "transformers has no tensor-parallel plan for its layers (config.base_model_tp_plan)")

@@ -1,4 +1,4 @@
-"""The process of one rank above 0, as rank 0 sees it."""
+"""Handle of rank 0 for the process of one other rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TAIL = 40  # lines of a worker's stderr that an error quotes
 
 
 class WorkerProcess:
-    """One process of `worker.main`, and what it last said."""
+    """Process of `worker.main`, with the last lines of its output."""
 
     def __init__(self, rank: int, environment: dict[str, str]) -> None:
         self.rank = rank
-        # Its stdout is not the user's.
+        # A worker's stdout must not mix into the user's stdout: rank 0 forwards it to stderr.
         self.process = subprocess.Popen(
             **module_process("hf_paged.parallel.worker", environment),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -33,7 +33,7 @@ class WorkerProcess:
         self.reader.start()
 
     def send(self, message: bytes) -> None:
-        """One that died in the meantime is `Workers.check`'s to report."""
+        """Send a message; `Workers.check` reports a worker that died meanwhile."""
         with suppress(OSError):
             self._stdin.write(len(message).to_bytes(8, "little") + message)
             self._stdin.flush()
@@ -43,7 +43,7 @@ class WorkerProcess:
             self._stdin.close()
 
     def end_reading(self) -> None:
-        with suppress(RuntimeError):  # the collection of garbage may call this in the reader itself
+        with suppress(RuntimeError):  # garbage collection may call this in the reader itself
             self.reader.join(1.0)
 
     def kill(self, number: signal.Signals) -> None:
@@ -53,7 +53,7 @@ class WorkerProcess:
                     os.killpg(self.process.pid, number)
 
     def wait(self) -> int:
-        """Exit code, once the process is gone. Reaped under the lock: no signal meets an id that is used again."""
+        """Wait for the process's exit code. It is reaped under the lock, so that no signal meets a reused id."""
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:

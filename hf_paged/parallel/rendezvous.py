@@ -1,7 +1,7 @@
-"""Where ranks that run scripts of their own meet before a collective: none begins before all have said that they come.
+"""Rendezvous of ranks that run scripts of their own: no rank begins a collective before all have come.
 
-Only torch's store is used here. A rank that waits in vain leaves, and those who wait with it or come later learn that;
-in a collective it would wait until the backend ends the process.
+Only torch's store is used here. A rank that waits in vain leaves with an error, and ranks that wait with it or come
+later learn that; in a collective it would wait until the backend ends the process.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch.distributed as dist
 
 from hf_paged.errors import RankAloneError
 
-# Seconds between two looks of a rank that waits: they double. The store's own `wait` could not be interrupted, and a
-# TCPStore logs a warning each time it ends in vain.
+# Seconds between two polls of a waiting rank, doubled each time. The store's own `wait` could not be interrupted, and a
+# TCPStore logs a warning each time it times out.
 _FIRST_NAP, _LONGEST_NAP = 50e-6, 50e-3
 _ALL_CAME, _REFUSED = "all came", "refused: "
 
 
 class Rendezvous:
-    """Meetings of some ranks, one after the other. A rank meets from one thread at a time.
+    """Series of meetings of some ranks. A rank meets from one thread at a time.
 
-    A meeting ends once, in one of three ways that the store decides between: all came, one left, or one refused. So no
-    rank goes on alone. Who comes after one left goes to the next meeting; who comes after one refused is told.
+    A meeting ends once, and the store decides how: all came, one left, or one refused. So no rank goes on alone. A rank
+    that comes after another left goes to the next meeting; a rank that comes after another refused gets its error.
 
     Args:
         store: a `torch.distributed` store that all of the ranks reach.
-        name: of this series of meetings, the same on all ranks.
-        rank: this process's.
-        ranks: all that meet.
-        flags: what may be brought to a meeting.
+        name: name of this series of meetings, the same on all ranks.
+        rank: rank of this process.
+        ranks: all ranks that meet.
+        flags: flags that ranks may bring to a meeting.
     """
 
     def __init__(self, store: Any, name: str, rank: int, ranks: Sequence[int], flags: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ class Rendezvous:
         Args:
             brought: flags of this rank.
             timeout: seconds.
-            setting: what the error calls the timeout.
+            setting: name of the timeout for the error.
 
         Returns:
             The flags that at least one rank brought.
@@ -59,7 +59,7 @@ class Rendezvous:
             return frozenset(brought)
         try:
             end = self._skip_left() or self._come_and_wait(brought, timeout, setting)
-        except BaseException as error:  # those who wait learn that this rank does not come
+        except BaseException as error:  # waiting ranks learn that this rank does not come
             with suppress(Exception):
                 self._end(f"rank {self._rank} was interrupted by {type(error).__name__}")
             raise
@@ -77,11 +77,11 @@ class Rendezvous:
 
     @property
     def num_meetings(self) -> int:
-        """Meetings that are over for this rank, whichever way they ended."""
+        """Number of meetings that ended for this rank, in whatever way."""
         return self._number
 
     def refuse(self, error: BaseException) -> None:
-        """In place of meeting: tell those who wait, or come later, what this rank raises. Waits for nobody."""
+        """Send waiting and later ranks this rank's error, instead of meeting them. Does not wait."""
         if len(self._ranks) == 1:
             return
         text = str(error).rstrip(".")  # a sentence follows
@@ -91,8 +91,8 @@ class Rendezvous:
         self._number += 1
 
     def _skip_left(self) -> str | None:
-        """Go on to the first meeting that nobody left; how it ended, if somebody refused it."""
-        while self._store.check([self._key("end")]):  # without this rank
+        """Go on to the first meeting that no rank left; returns how it ended if a rank refused it, else None."""
+        while self._store.check([self._key("end")]):  # it ended without this rank
             end: str = self._store.get(self._key("end")).decode()
             if end.startswith(_REFUSED):
                 return end
@@ -100,7 +100,7 @@ class Rendezvous:
         return None
 
     def _come_and_wait(self, brought: Collection[str], timeout: float, setting: str) -> str:
-        """How the meeting ended."""
+        """Come, wait, and return how the meeting ended."""
         deadline, nap = time.monotonic() + timeout, _FIRST_NAP
         for flag in brought:
             self._store.add(self._key(flag), 1)
@@ -117,7 +117,7 @@ class Rendezvous:
         return end.decode()
 
     def _end(self, how: str) -> str:
-        """End the meeting like this, if it has not ended; how it did."""
+        """End the meeting with `how`, if it has not ended; returns how it ended."""
         end: bytes = self._store.compare_set(self._key("end"), "", how)
         return end.decode()
 
@@ -126,7 +126,7 @@ class Rendezvous:
         return ", ".join(name for name in names if not self._store.check([self._key(name)]))
 
     def _forget(self) -> None:
-        """Delete this rank's keys of meetings before the last one, to which all came: nobody asks for them any more."""
+        """Delete this rank's keys of meetings before the last, to which all came: no rank reads these keys any more."""
         for number in range(self._kept, self._number - 1):
             own = (f"rank {self._rank}",)
             for key in (*own, "end", "count", *self._flags) if self._rank == self._ranks[0] else own:

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's tensor a rank holds: the arithmetic that layers, loading and tests share."""
+"""Part of a checkpoint's tensor that a rank holds: the arithmetic that layers, loading and tests share."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 from hf_paged.sampling.sample_tokens import GROUP_SIZE
 
-# Vocabulary rows of a rank are whole groups of the sampler's first level where there are that many.
+# Vocabulary rows of a rank are a multiple of the sampler's GROUP_SIZE, or of this number in small vocabularies.
 _FEW_ROWS = 16
 
 
 class Shard(NamedTuple):
-    """`ranges` [start, stop) along `dim` of a tensor of `shape`, one after the other, then `padding` zeros."""
+    """Part of a tensor of `shape`: `ranges` [start, stop) along `dim`, concatenated, then `padding` zeros."""
 
     shape: tuple[int, ...]
     dim: int
@@ -28,11 +28,11 @@ class Shard(NamedTuple):
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Shard:
-        """All of the tensor, on every rank."""
+        """Return the shard that is the whole tensor, on every rank."""
         return Shard(tuple(shape), 0, ((0, shape[0]),))
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rank's own part of a whole tensor; a copy."""
+        """Return the rank's part of a whole tensor, as a copy."""
         if tuple(tensor.shape) != self.shape:
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)}: expected {self.shape}")
         parts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
@@ -44,7 +44,7 @@ class Shard(NamedTuple):
 
 
 def even_range(total: int, rank: int, size: int, what: str) -> tuple[int, int]:
-    """Rank's part of `total` in equal parts.
+    """Return a rank's range [start, stop) of `total` in equal parts.
 
     Raises:
         ValueError: `total` does not divide by `size`; the message names `what`.
@@ -56,10 +56,10 @@ def even_range(total: int, rank: int, size: int, what: str) -> tuple[int, int]:
 
 
 def local_kv_heads(kv_heads: int, size: int) -> int:
-    """How many KV heads a rank holds: its part of them, or one that other ranks hold, too.
+    """Return how many KV heads a rank holds: its part of them, or one that other ranks hold, too.
 
     Raises:
-        ValueError: neither divides the other.
+        ValueError: neither number divides the other.
     """
     if kv_heads % size and size % kv_heads:
         raise ValueError(f"num_key_value_heads={kv_heads} and tensor_parallel_size={size}: expected one to divide the "
@@ -68,13 +68,13 @@ def local_kv_heads(kv_heads: int, size: int) -> int:
 
 
 def kv_head_range(kv_heads: int, rank: int, size: int) -> tuple[int, int]:
-    """The KV heads of a rank: those that its query heads look at."""
+    """Return the range of a rank's KV heads, which its query heads attend to."""
     first = rank * kv_heads // size
     return first, first + local_kv_heads(kv_heads, size)
 
 
 def vocab_rows(vocab_size: int, size: int) -> int:
-    """Rows of the embedding and of the head on each rank, the last ranks' padding included; one rank has no padding."""
+    """Return rows of embedding and head on each rank, with the last ranks' padding; one rank has no padding."""
     if size == 1:
         return vocab_size
     multiple = GROUP_SIZE if vocab_size > size * GROUP_SIZE else _FEW_ROWS
@@ -82,7 +82,7 @@ def vocab_rows(vocab_size: int, size: int) -> int:
 
 
 def vocab_shard(shape: tuple[int, ...], rank: int, size: int) -> Shard:
-    """Rows of an embedding [vocab_size, ...] on a rank."""
+    """Return the rows of an embedding [vocab_size, ...] on a rank."""
     rows = vocab_rows(shape[0], size)
     start, stop = (min(shape[0], edge * rows) for edge in (rank, rank + 1))
     return Shard(tuple(shape), 0, ((start, stop),), rows - (stop - start))

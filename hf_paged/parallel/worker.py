@@ -1,4 +1,4 @@
-"""A rank above 0: `python -m hf_paged.parallel.worker`, started, fed and ended by `launch`."""
+"""Process of a rank above 0: `python -m hf_paged.parallel.worker`, which `launch` starts and ends."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import NoReturn, Protocol
 
 
 class Job(Protocol):
-    """What a worker does. An object of a module that the worker can import, since it is sent pickled."""
+    """Job of a worker: a pickled object, whose module the worker has to be able to import."""
 
     def run(self, rank: int, size: int, store: object) -> None:
-        """Runs until rank 0 says that it is over; `store` is the `TCPStore` of all ranks.
+        """Run until rank 0 ends the job; `store` is the `TCPStore` of all ranks.
 
-        Garbage is not collected until the job says so, once it has imported and loaded.
+        Garbage collection is off until the job enables it, after importing and loading.
         """
 
 
 def main() -> NoReturn:
     """Run the job that comes in over stdin, and end with stdin: exit code 0 when it returns, 1 when it raises."""
-    gc.disable()  # importing torch and transformers, for which rank 0 waits, takes a seventh longer with it
+    gc.disable()  # with it importing torch and transformers, for which rank 0 waits, takes a seventh longer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # The job gets an empty stdin: what it would read there is rank 0's to say.
+    # The job gets an empty stdin, so that it cannot read rank 0's messages.
     parent = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -84,7 +84,7 @@ def _end(code: int) -> NoReturn:
 
 def _end_with(parent: int, parent_id: int) -> NoReturn:
     """End this process when the pipe `parent` is closed, whatever the main thread is blocked in."""
-    # A fork of rank 0 (a DataLoader's worker) keeps the pipe open when rank 0 is gone, hence the parent's id.
+    # A fork of rank 0 (a DataLoader's worker) keeps the pipe open after rank 0 ended: the parent's id shows that end.
     while os.getppid() == parent_id:
         readable, _, _ = select.select([parent], [], [], 1.0)
         if readable and not os.read(parent, 1):

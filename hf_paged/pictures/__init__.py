@@ -1,1 +1,1 @@
-"""Pictures and pages of what an engine has and does. Nothing of ours is imported here."""
+"""Pictures and HTML of an engine's KV pool and counters. Imports no engine code."""

@@ -1,4 +1,4 @@
-"""Pictures of a KV cache: who uses which block now, and what the blocks were used for over a trace."""
+"""Pictures of a KV cache: the requests that use each block now, and uses of the blocks over a trace."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 
 from hf_paged.pictures.figure import new_figure
 
-# Kinds of blocks, with their colors; owners have colors of their own.
+# Colors of blocks without one owner; a block that one request uses has that request's color.
 _FREE, _CACHED, _SHARED = (0.93, 0.93, 0.93), (0.97, 0.91, 0.72), (0.15, 0.15, 0.18)
-_NAMED_OWNERS = 12  # in the legend
+_NAMED_OWNERS = 12  # at most in the legend, which would outgrow the figure
 USES = {"private": "#1f6fb2", "shared": "#26262e", "cached": "#f7e8b8", "free": "#ededed"}
 
 
 class CacheView(NamedTuple):
-    """The blocks of a pool at one moment, the null block left out: block i + 1 is at place i.
+    """Snapshot of the blocks of a pool, without the null block: block i + 1 is at index i.
 
     Attributes:
-        users: [N] int32, how many use it.
-        cached: [N] bool, can it be found by its content?
-        owners: block numbers by the name of who uses them, in the order of the tokens in them.
-        block_size: tokens a block.
+        users: [N] int32, how many requests use the block.
+        cached: [N] bool, whether the prefix cache finds the block by its content.
+        owners: block numbers by the name of the request that uses them, in the order of its tokens.
+        block_size: tokens per block.
     """
 
     users: np.ndarray
@@ -35,7 +35,7 @@ class CacheView(NamedTuple):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Blocks of one user, of several, of none but findable, and of none."""
+        """Number of blocks that one request uses, several use, only the prefix cache keeps, and that are free."""
         unused = self.users == 0
         kinds = {"private": self.users == 1, "shared": self.users > 1, "cached": unused & self.cached,
                  "free": unused & ~self.cached}
@@ -43,10 +43,10 @@ class CacheView(NamedTuple):
 
 
 def draw(view: CacheView, trace: str | os.PathLike | None) -> Any:
-    """A figure of the pool now, and below it, with a trace, of what its blocks were used for over time.
+    """Draw a figure of the pool now, and below it, if `trace` names a file, of the uses of its blocks over time.
 
     Raises:
-        RuntimeError: matplotlib is not installed.
+        ImportError: matplotlib is not installed.
         OSError, ValueError: there is no trace in that file.
     """
     over_time = None if trace is None else use_over_time(Path(trace))
@@ -62,7 +62,7 @@ def draw(view: CacheView, trace: str | os.PathLike | None) -> Any:
 
 
 def block_colors(view: CacheView, palette: Sequence[Sequence[float]]) -> np.ndarray:
-    """[N, 3] of every block: of its owner, or of what it is."""
+    """Return the colors [N, 3] of all blocks: the color of a block's only owner, or of its kind."""
     colors = np.empty((len(view.users), 3))
     colors[:] = np.where(view.cached[:, None], _CACHED, _FREE)
     for i, blocks in enumerate(view.owners.values()):
@@ -72,7 +72,7 @@ def block_colors(view: CacheView, palette: Sequence[Sequence[float]]) -> np.ndar
 
 
 def use_over_time(path: Path) -> list[tuple[str, list[float], dict[str, list[float]]]]:
-    """Of each engine in a trace: its name, times in seconds, and blocks by use at those times.
+    """Return, for each engine in a trace, its name, times in seconds, and numbers of blocks by use at these times.
 
     Raises:
         ValueError: the file holds no counters of blocks.
@@ -104,7 +104,7 @@ def _draw_blocks(panel: Any, view: CacheView) -> None:
     grid[:num_blocks] = block_colors(view, palette)
     panel.imshow(grid.reshape(rows, columns, 3), interpolation="nearest", aspect="auto")
     panel.set(xticks=[], yticks=[])
-    if rows <= 64:  # lines between blocks that can be told apart
+    if rows <= 64:  # more rows would leave only grid lines visible
         panel.set_xticks(np.arange(-0.5, columns), minor=True)
         panel.set_yticks(np.arange(-0.5, rows), minor=True)
         panel.grid(which="minor", color="white", linewidth=0.6)

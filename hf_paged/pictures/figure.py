@@ -1,4 +1,4 @@
-"""Figures of matplotlib, which is an extra: none of its global state is touched, and no window is opened."""
+"""Figures of matplotlib, an optional package: its global state is not touched, and no window is opened."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_paged.optional import require
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty `matplotlib.figure.Figure` of so many inches, laid out when it is drawn. A notebook shows it.
+    """Make an empty `matplotlib.figure.Figure`, sized in inches, laid out when drawn; a notebook shows it.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -24,7 +24,7 @@ def _figure_class() -> Any:
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        """Shows itself in notebooks, also where nobody has imported pyplot."""
+        """Figure that notebooks show also where pyplot is not imported."""
 
         def _repr_png_(self) -> bytes:
             written = io.BytesIO()

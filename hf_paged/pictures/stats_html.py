@@ -1,4 +1,4 @@
-"""The counters of an engine as a piece of HTML, for notebooks: nothing is loaded, and no script runs."""
+"""HTML fragment with an engine's counters, for notebooks: it loads nothing and runs no script."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from html import escape
 from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-# Text has the page's color, and nothing a background but the bars, whose colors stand out on light and dark pages. Some
-# notebooks give rows of tables both: with one of theirs and one of the page's a text could vanish.
+# Text has the page's color, and only bars have a background, in colors that stand out on light and dark pages. Some
+# notebooks set both color and background of table rows: a mix of theirs and the page's could make text invisible.
 _STYLE = (
     "<style>.hf-paged{font:13px/1.5 system-ui,sans-serif;max-width:44em}"
     ".hf-paged table{border-collapse:collapse;margin:.4em 0;width:100%}"
@@ -22,7 +22,7 @@ _STYLE = (
 
 
 def stats_html(stats: Any) -> str:
-    """HTML of an `EngineStats`: what runs, two bars (KV blocks, prefix cache), counters, and calls by path."""
+    """Return HTML of an `EngineStats`: two bars (KV blocks, prefix cache), counters, and calls by path."""
     usable = max(stats.num_blocks - 1, 0)
     rows = [
         ("requests", f"{stats.num_running:,} running", f"{stats.num_waiting:,} waiting"),
@@ -41,7 +41,7 @@ def stats_html(stats: Any) -> str:
 
 
 def size(nbytes: int) -> str:
-    """As "1.5 GiB"."""
+    """Format a number of bytes, as "1.5 GiB"."""
     power = max(0, (max(nbytes, 1).bit_length() - 1) // 10)
     power = min(power, len(_UNITS) - 1)
     return f"{nbytes / 1024**power:.{1 if power else 0}f} {_UNITS[power]}"
