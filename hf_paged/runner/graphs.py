@@ -90,7 +90,7 @@ class Part(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """A step as a graph takes it: its shape, and what it reads.
+    """Step as a graph takes it: its shape, and the arrays that the graph reads.
 
     ``known``: The graph, if one was found for these inputs, which omit the attention plan of other graphs.
     """
@@ -186,7 +186,7 @@ class StepGraphs:
         return logits
 
     def row_logits(self, plan: StepPlan) -> torch.Tensor | None:
-        """Replay a step up to the logits after each row's last token, [R, V] or a rank's columns; None: no graph."""
+        """Replay a step up to each row's last logits, [R, V] or a rank's columns; returns None if no graph fits."""
         parts = self._parts(plan, draws=False)
         if parts is None:
             return None
@@ -283,9 +283,9 @@ class StepGraphs:
 
     def _parts(self, plan: StepPlan, scored: tuple[str, ...] = (), *, with_logits: bool = False,
                draws: bool = True) -> list[Part] | None:
-        """The graphs of a step's decode rows and of its prompts, or one of both; None where none holds it.
+        """Return the graphs of a step's decode rows and of its prompts, or a common one; None if no graph fits.
 
-        Graphs draw tokens and bring the log-probabilities that are named in `scored`, or leave the logits as they are.
+        The graphs sample tokens and make the log-probabilities named in `scored`, or end at the logits.
         """
         self._drop_if_moved()
         decodes, slots = plan.num_decode_rows, plan.slots
@@ -319,7 +319,7 @@ class StepGraphs:
         return parts
 
     def _prompts(self, plan: StepPlan, size: int) -> Padded:
-        """The prompts of a step in so many padded tokens, up to the logits; not yet what their slots need."""
+        """Return the prompts of a step in `size` padded tokens, up to the logits; `_of_slots` completes the shape."""
         inputs, tiles = self.steps.prompt_inputs(plan, size)
         long = self._attention.is_long((plan.start + plan.num_new_tokens)[plan.num_decode_rows :])
         queued = tiles is None and self._attention.wants_queue(plan)
@@ -327,7 +327,7 @@ class StepGraphs:
                                 tiles=tiles), inputs)
 
     def _of_slots(self, slots: np.ndarray, draws: bool = True) -> dict[str, Any]:
-        """The fields of a `StepShape` that the requests in these slots decide."""
+        """Return the fields of a `StepShape` that depend on the requests in these slots."""
         stages = self._state.stages(slots) if draws else frozenset()
         return {"stages": stages, "named": self._state.adapters.any_named(slots)}
 
@@ -376,7 +376,7 @@ class StepGraphs:
 
     def _decode_rows(self, plan: StepPlan, kind: Kind, scored: tuple[str, ...] = (),
                      with_logits: bool = False) -> Padded:
-        """The decode rows of a step, for a graph of this kind."""
+        """Return the decode rows of a step for a graph of this kind."""
         size, slots = self.steps.decode_size(plan), plan.slots[: plan.num_decode_rows]
         # Guesses are rows of one sequence, of which a later one reads what an earlier one writes.
         one_launch = plan.drafts is None and self._executor.may_run_at_once(size, plan.start[: len(slots)])
@@ -393,11 +393,11 @@ class StepGraphs:
         return padded.known or self._captured.get(self._key(padded.shape))
 
     def _key(self, shape: StepShape) -> StepShape:
-        """The shape, with whether one launch does compute all layers: another graph once its kernel is there."""
+        """Return the key of a graph, whose `one_launch` says whether one launch computes all layers."""
         return shape._replace(one_launch=shape.one_launch and self._executor.runs_at_once(shape.rows))
 
     def _get(self, padded: Padded, *kept: torch.Tensor) -> Captured | None:
-        """The graph of a step, captured on its inputs where it is new; None where it cannot be had.
+        """Return the graph of a step, captured with its inputs if new; None if it cannot be captured.
 
         The step reads the tensors `kept` on the device, which stay where they are, and then its inputs.
         """

@@ -219,7 +219,7 @@ class PaddedSteps:
 
     def decode(self, shape: StepShape, rows: torch.Tensor, items: torch.Tensor,
                parts: torch.Tensor | None = None) -> Drawn:
-        """Tokens of decode rows, from what `decode_inputs` makes."""
+        """Sample tokens of decode rows, from the arrays of `decode_inputs`."""
         logits, (slots, positions) = self.logits(shape, rows, items, parts), rows
         # The sampled token's place is the length of what it follows.
         return self._draw(shape, logits, slots, positions + 1)
@@ -234,12 +234,12 @@ class PaddedSteps:
 
     def undrawn(self, shape: StepShape, rows: torch.Tensor, items: torch.Tensor,
                 parts: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the rows: the next step's may come before tokens are drawn from the logits."""
+        """Return logits and a copy of the rows: the next step's rows may come before these logits are sampled."""
         return self.logits(shape, rows, items, parts), rows.clone()
 
     def masked(self, shape: StepShape, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor,
                lines: torch.Tensor) -> Drawn:
-        """Tokens of rows [2, size] from logits that another graph leaves, and masks."""
+        """Sample tokens of rows [2, size] from the logits of another graph, under masks."""
         slots, positions = rows
         return self._draw(shape, logits, slots, 1 + positions, TokenMasks(words, lines))
 

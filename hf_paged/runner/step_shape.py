@@ -1,4 +1,4 @@
-"""What tells one captured step from another: the key of its graph."""
+"""Key of a captured step: everything about the step that is no number."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Kind = Literal["decode", "logits", "undrawn", "prompts", "prompt_logits", "mixed
 
 
 class GroupedTiles(NamedTuple):
-    """What a graph of a step whose rows share prefixes holds of its plans, see `GroupedWork`."""
+    """Constants of a captured attention plan over shared prefixes, see `GroupedWork`."""
 
     num_parts: int
     config: GroupedConfig
 
 
 class StepShape(NamedTuple):
-    """A step apart from its numbers. Two steps of one shape replay one graph.
+    """Shape of a step. Two steps of one shape replay one graph.
 
     Attributes:
         kind: the method of `PaddedSteps` that computes the step.
