@@ -63,7 +63,7 @@ Some native options run in lockstep where rows of a batch meet in stock: `no_rep
 banned or biased sequences that hold the padding token, `stop_strings` and `max_time` for several rows without EOS.
 
 With `prompt_lookup_num_tokens` a request guesses at tokens that stood before: in its prompt, in its output, or in other
-samples of its prompt. That saves steps where a text repeats, and changes no token ([design.md](design.md#guesses)). It
+samples of its prompt. That saves steps where a text repeats, and changes no token ([guesses](design/guesses.md)). It
 is native, also for several rows, which stock refuses. One row with an option of lockstep, `stop_strings`, `max_time` or
 `structured` runs in lockstep, where stock's own loop drafts and makes stock's tokens. With `guidance_scale` these are
 not those of a call without drafts, since the cache of stock's processor keeps the drafts that were rejected. Several
