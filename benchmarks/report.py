@@ -87,11 +87,14 @@ def render(reports: list[Report]) -> str:
         rates = f"A copy ran at {limits['copy_tb_s']:.3g} TB/s, a GEMM at {limits['gemm_tflop_s']:.3g} TFLOP/s."
     head = HEAD.format(machine=first["machine"], commit=first["commit"], date=first["date"][:10], versions=versions,
                        ceilings=rates, weak=WEAK)
-    return head.replace("\n\n\n", "\n\n") + "".join(part for report in reports for part in tables(report))
+    topics: dict[str, str] = {}
+    for title, text in (part for report in reports for part in tables(report)):
+        topics[title] = topics.get(title, f"\n## {title}\n") + "\n" + text
+    return head.replace("\n\n\n", "\n\n") + "".join(topics.values())
 
 
-def tables(report: Report) -> Iterator[str]:
-    """The tables of a file, one a topic, each with the command that measured it."""
+def tables(report: Report) -> Iterator[tuple[str, str]]:
+    """The topics of a file, each with its table and the command that measured it."""
     if "columns" in report:
         yield table(report["title"], report["columns"], report["rows"], report["command"], report.get("note", ""))
         return
@@ -108,7 +111,7 @@ def tables(report: Report) -> Iterator[str]:
     yield from started(rows, command)
 
 
-def compared(title: str, rows: list[Report], own: str, command: str) -> Iterator[str]:
+def compared(title: str, rows: list[Report], own: str, command: str) -> Iterator[tuple[str, str]]:
     """Our rows with nothing switched off, beside other engines; below the table its workloads and its weak rows."""
     plain = {(row["model"], row["workload"], row["engine"]): row for row in rows if not row["overrides"]}
     others = [engine for engine in dict.fromkeys(row["engine"] for row in rows) if engine != own]
@@ -131,7 +134,7 @@ def compared(title: str, rows: list[Report], own: str, command: str) -> Iterator
         yield table(title, columns, lines, command, f"{note}\nWeak: {', '.join(weak) or 'none'}.")
 
 
-def without_techniques(rows: list[Report], command: str) -> Iterator[str]:
+def without_techniques(rows: list[Report], command: str) -> Iterator[tuple[str, str]]:
     """Our rows with one technique off, beside those with all."""
     whole = {(row["model"], row["workload"]): row for row in rows if row["engine"] == "ours" and not row["overrides"]}
     lines = []
@@ -144,7 +147,7 @@ def without_techniques(rows: list[Report], command: str) -> Iterator[str]:
         yield table("One technique off", ["model", "workload", "off", "tok/s", "gain of it"], lines, command)
 
 
-def started(rows: list[Report], command: str) -> Iterator[str]:
+def started(rows: list[Report], command: str) -> Iterator[tuple[str, str]]:
     """Seconds to the first token and peak memory, where an engine was started for a row."""
     lines = [[row["model"], named(row["engine"]), shown(row["workload"]), f"{row['ready_s']:.1f}",
               f"{row['peak_gib']:.1f}"] for row in rows if row.get("ready_s") and not row["overrides"]]
@@ -154,11 +157,11 @@ def started(rows: list[Report], command: str) -> Iterator[str]:
         yield table("Start and memory", columns, lines, command, note)
 
 
-def table(title: str, columns: list[str], rows: list[list[str]], command: str, note: str = "") -> str:
+def table(title: str, columns: list[str], rows: list[list[str]], command: str, note: str = "") -> tuple[str, str]:
     lines = [f"| {' | '.join(cells)} |" for cells in [columns, *rows]]
     lines.insert(1, "|" + "---|" * len(columns))
     below = "".join(f"{textwrap.fill(line, 120)}\n\n" for line in note.split("\n") if line.strip())
-    return f"\n## {title}\n\n" + "\n".join(lines) + f"\n\n`{command}`\n\n{below}".rstrip() + "\n"
+    return title, "\n".join(lines) + f"\n\n`{command}`\n\n{below}".rstrip() + "\n"
 
 
 def without_folder(command: list[str]) -> list[str]:
@@ -175,7 +178,8 @@ def shown(workload: str) -> str:
 
 
 def named(engine: str) -> str:
-    return NAMES.get(engine.removesuffix(AUTOCAST), engine.removesuffix(AUTOCAST))
+    plain = engine.removesuffix(AUTOCAST)
+    return NAMES.get(plain, plain) + (", autocast" if plain != engine else "")
 
 
 def rate(row: Report) -> str:

@@ -53,6 +53,12 @@ def test_a_page_has_a_table_a_topic_with_its_command_and_its_weak_rows(tmp_path)
     assert "/somewhere" not in page
 
 
+def test_two_files_of_a_visit_share_the_headings(tmp_path):
+    other = [row | {"model": "0.6B"} for row in RUN["rows"] if not row["overrides"]]
+    page = report.render(report.collect([written(tmp_path), written(tmp_path, rows=other)]))
+    assert page.count("## Workloads\n") == 1 and page.count("| model | workload | hf_paged | of floor | vLLM |") == 2
+
+
 def test_tables_of_other_scripts_are_taken_as_they_are(tmp_path):
     other = {"title": "Sums over GPUs", "command": "python benchmarks/all_reduce_speed.py", "machine": "a card",
              "commit": "abc1234", "columns": ["rows", "us"], "rows": [["1", "5.0"]], "note": "NCCL: 10.4."}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import batch, tiny_model
+from transformers import GenerationConfig
 
 import hf_paged
 
@@ -43,6 +44,13 @@ def test_a_remedy_that_stands_beside_another_reason_is_missing(tool):
     assert reasons.missing(page.replace("ends it. |", "ends them. |")) == [
         "`… is parametrized` | `torch.nn.utils.parametrize.remove_parametrizations` ends it."
     ]
+
+
+def test_neutral_values_in_the_options_page_are_stocks_defaults(tool):
+    """A `top_k` that is not given is 50 in stock, which is not neutral."""
+    defaults = GenerationConfig()._get_default_generation_params()
+    neutral = tool("options_table").OFF
+    assert [name for name, value in neutral.items() if defaults.get(name, value) != value] == ["top_k"]
 
 
 def test_where_reasons_are_found(tool):
