@@ -1,59 +1,62 @@
-"""Bars of tokens per second by workload and engine, relative to one of them: the picture of the README.
+"""Bars of tokens per second by workload and engine, relative to vLLM: the picture of the README.
 
-    python benchmarks/comparison_plot.py [docs/figures/throughput.json]     # writes throughput.svg beside it
-
-`run_all.py --plot-from` draws a run; this draws what stands in docs/performance.md.
+`report.py` draws it from the visit that docs/performance.md shows; `run_all.py --plot-from` draws any run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures" / "throughput.json"
-COLORS = ("#1f6fb2", "#9aa5b1", "#d8b365")
+import report
+
+BASE = "vllm"
+COLORS = ("#1f6fb2", "#9aa5b1", "#d8b365", "#7fae7f")
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """One panel a model; an engine without a figure has no bar there."""
-    import matplotlib
+def bars(reports: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """By model and workload the rate of each engine, where vLLM has one, too."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in (row for one in reports if "columns" not in one for row in one["rows"]):
+        if not row["overrides"] and "tok_s" in row and not row["engine"].endswith(report.AUTOCAST):
+            found.setdefault(row["model"], {}).setdefault(row["workload"], {})[row["engine"]] = row["tok_s"]
+    compared = {model: {name: rates for name, rates in of_model.items() if BASE in rates and "ours" in rates}
+                for model, of_model in found.items()}
+    return {model: of_model for model, of_model in compared.items() if of_model}
 
+
+def plot(reports: list[dict[str, Any]], path: Path) -> bool:
+    """One panel a model; False where matplotlib is missing or no row is of vLLM."""
+    panels = bars(reports)
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    if not panels:
+        return False
     matplotlib.use("Agg")
     # Text stays text, and equal figures make an equal file.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "hf_paged", "font.size": 9})
     from matplotlib import pyplot
 
-    base = report["engines"].index(report["relative_to"])
-    models = list(dict.fromkeys(row["model"] for row in report["rows"]))
-    widths = [sum(row["model"] == model for row in report["rows"]) for model in models]
-    figure, panels = pyplot.subplots(1, len(models), figsize=(11, 3.6), squeeze=False, width_ratios=widths)
-    for panel, model in zip(panels[0], models, strict=True):
-        rows = [row for row in report["rows"] if row["model"] == model]
-        for i, (engine, color) in enumerate(zip(report["engines"], COLORS, strict=True)):
-            known = [(place + i * 0.3 - 0.3, row["tok_s"]) for place, row in enumerate(rows) if row["tok_s"][i]]
-            heights = [figures[i] / figures[base] for _, figures in known]
-            bars = panel.bar([x for x, _ in known], heights, 0.29, label=engine, color=color)
-            panel.bar_label(bars, [f"{figures[i]:,}" for _, figures in known], fontsize=6.5, padding=1)
-        panel.set_xticks(range(len(rows)), [row["workload"] for row in rows])
-        panel.set_ylim(0, 2.3)
-        panel.set_title(f"Qwen3-{model}", fontsize=9)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel(f"times {report['relative_to']}")
-    panels[0][0].legend(frameon=False, fontsize=8, loc="upper left", ncols=len(report["engines"]))
-    figure.suptitle(f"{report['title']}\n{report['note']}", fontsize=9)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(11, 3.6), squeeze=False,
+                                   width_ratios=[len(workloads) for workloads in panels.values()])
+    for axis, (model, workloads) in zip(axes[0], panels.items(), strict=True):
+        engines = list(dict.fromkeys(["ours", BASE, *(name for rates in workloads.values() for name in rates)]))
+        for i, (engine, color) in enumerate(zip(engines, COLORS, strict=False)):
+            known = [(place + (i - (len(engines) - 1) / 2) * 0.3, rates[engine], rates[BASE])
+                     for place, rates in enumerate(workloads.values()) if engine in rates]
+            drawn = axis.bar([x for x, _, _ in known], [rate / base for _, rate, base in known], 0.29,
+                             label=report.named(engine), color=color)
+            axis.bar_label(drawn, [f"{rate:,.0f}" for _, rate, _ in known], fontsize=7, padding=1)
+        axis.set_xticks(range(len(workloads)), map(report.shown, workloads))
+        axis.set_title(f"Qwen3-{model}", fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel(f"times {report.named(BASE)}")
+    axes[0][0].legend(frameon=False, fontsize=8, loc="upper left")
+    figure.suptitle(f"Output tokens per second, {reports[0]['machine']}, Qwen3 shapes in bf16, "
+                    f"{reports[0]['date'][:10]}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", nargs="?", type=Path, default=FIGURES)
-    figures = parser.parse_args().figures
-    plot(json.loads(figures.read_text()), figures.with_suffix(".svg"))
-
-
-if __name__ == "__main__":
-    main()
+    return True

@@ -5,6 +5,7 @@
                                  [--autocast]
                                  [--runs 3] [--warmup 1] [--budget 60] [--limit 300] [--out DIR]
     python benchmarks/run_all.py --plot-from DIR/figures.json      # draw where matplotlib is, measure elsewhere
+    python benchmarks/report.py DIR/figures.json                   # make docs/performance.md of it
     python benchmarks/run_all.py --models tiny --device cpu --scale 0.02 --batches 4     # does it run? minutes: none
 
 A row is the median of `--runs` after `--warmup` runs in one process; `--budget` seconds a row trim them for slow
@@ -137,13 +138,23 @@ def versions() -> dict[str, str]:
     return found
 
 
+def commit() -> str | None:
+    """Return the commit of the working tree, followed by "-dirty" if files differ; None without git."""
+    try:
+        found = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=HERE, check=True,
+                               text=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = make_rows(args)
     cuda = args.device == "cuda"
     machine = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     report: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "machine": machine,
-        "versions": versions(), "command": sys.argv,
+        "versions": versions(), "command": sys.argv, "commit": args.commit or commit(),
         "settings": {"runs": args.runs, "warmup": args.warmup, "budget": args.budget, "scale": args.scale},
     }
     shared = {"device": args.device, "scale": args.scale, "runs": args.runs, "warmup": args.warmup,
@@ -179,6 +190,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300.0, help="seconds a row may take in all")
     parser.add_argument("--scale", type=float, default=1.0, help="below 1: fewer and shorter requests")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", help="for the report; without it what git says of the working tree")
     parser.add_argument("--out", type=Path, default=Path("figures"))
     parser.add_argument("--plot-from", type=Path, help="measure nothing: table and plot of this figures.json")
     args = parser.parse_args()

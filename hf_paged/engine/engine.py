@@ -618,8 +618,8 @@ class Engine:
         """Give the memory of the KV pool and of copies of weights back to the device, and forget what was cached; the
         next request takes it again.
 
-        On a GPU where the pool lies in reserved addresses (see docs/design.md), its addresses, the CUDA graphs and the
-        tables that they read stay, and nothing is captured anew. Elsewhere everything goes, as with `graphs`.
+        On a GPU where the pool lies in reserved addresses (see docs/design/memory.md), its addresses, the CUDA graphs
+        and the tables that they read stay, and nothing is captured anew. Elsewhere everything goes, as with `graphs`.
 
         Args:
             graphs: also drop the captured CUDA graphs with the memory that their steps work in, and all else that the

@@ -26,7 +26,7 @@ else:
         triton = tl = None
 
 # Larger weights are not prefetched, whose beginning might be out of L2 (50 MB on Hopper) again before it is read: one
-# of 32 MiB a layer costs 1 to 2 % of a step on an H200 (docs/performance.md).
+# of 32 MiB a layer costs 1 to 2 % of a step on an H200.
 _PREFETCH_BYTES = 16 << 20
 
 __all__ = [

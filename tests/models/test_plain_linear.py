@@ -30,7 +30,7 @@ def test_what_is_not_plain_is_called():
 
 
 def test_a_hook_that_comes_between_two_steps_is_called():
-    """Eager steps see it at once; a captured one when the next prompt arrives (docs/design.md)."""
+    """Eager steps see it at once; a captured one when the next prompt arrives (docs/design/limits.md)."""
     model = tiny_model()
     calls: list[int] = []
     stream = hf_paged.PagedGenerator(model).stream(random_prompts([5]), max_new_tokens=6, eos_token_id=None)

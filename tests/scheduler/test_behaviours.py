@@ -1,4 +1,7 @@
-"""The numbered behaviours of docs/design.md that take a whole scheduler; those of the pool alone are tested there."""
+"""The numbered behaviours of docs/design/prefix_cache.md that take a whole scheduler.
+
+Those of the pool alone are tested in test_block_pool.py and test_kv_cache_manager.py.
+"""
 
 import pytest
 from fake_model import Driver, abort, config

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 from support import batch, tiny_model
+from transformers import GenerationConfig
 
 import hf_paged
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 A_FILE = re.compile(r"`(?:python )?((?:\w+/)+[\w.]*\w(?:\.(?:py|md|sh|json|jsonl|toml)|/))[`: ]")
 A_LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 
@@ -42,6 +44,13 @@ def test_a_remedy_that_stands_beside_another_reason_is_missing(tool):
     assert reasons.missing(page.replace("ends it. |", "ends them. |")) == [
         "`… is parametrized` | `torch.nn.utils.parametrize.remove_parametrizations` ends it."
     ]
+
+
+def test_neutral_values_in_the_options_page_are_stocks_defaults(tool):
+    """A `top_k` that is not given is 50 in stock, which is not neutral."""
+    defaults = GenerationConfig()._get_default_generation_params()
+    neutral = tool("options_table").OFF
+    assert [name for name, value in neutral.items() if defaults.get(name, value) != value] == ["top_k"]
 
 
 def test_where_reasons_are_found(tool):
@@ -76,7 +85,7 @@ def late():
     assert list(tool("layers_picture").imported(ast.parse(source))) == ["a.b.c", "d.e", "f.g"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_every_file_that_a_page_names_is_there(page):
     """Paths are relative to the repository or to the package."""
     named = {path for path in A_FILE.findall(page.read_text()) if not path.startswith("figures/")}
@@ -94,7 +103,7 @@ def test_every_name_that_a_page_on_the_code_mentions_is_in_the_code(page):
     assert sorted(parts - words) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_every_link_of_a_page_leads_somewhere(page):
     for target, heading in A_LINK.findall(page.read_text()):
         path = page.parent / target if target else page
@@ -103,6 +112,21 @@ def test_every_link_of_a_page_leads_somewhere(page):
             headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
             anchors = [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings]
             assert heading in anchors, f"{page.name}: {target}#{heading}"
+
+
+def most_words(page: Path) -> int | None:
+    """The number of words that a page may have; None if the page has no limit."""
+    limits = {"README.md": 700, "docs/performance.md": 1500}
+    return 900 if page.parent.name == "design" else limits.get(str(page.relative_to(ROOT)))
+
+
+LIMITED = [page for page in PAGES if most_words(page)]
+
+
+@pytest.mark.parametrize("page", LIMITED, ids=[str(page.relative_to(ROOT)) for page in LIMITED])
+def test_a_page_keeps_its_limit_of_words(page):
+    """A page grows by one remark a change until its readers give up; the limit makes room a decision."""
+    assert len(page.read_text().split()) <= most_words(page)
 
 
 # Files of the walk that a greedy call of a Qwen3 on a CPU passes by: other paths, other families, CUDA, other callers.

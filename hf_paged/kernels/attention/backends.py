@@ -183,7 +183,7 @@ def _hopper_kernel() -> Callable[..., torch.Tensor]:
 class FlashBackend(TritonBackend):
     """An installed FlashAttention package for steps with a row of several new tokens.
 
-    Rows of one new token always take the Triton kernel, which reads faster than FlashAttention-3 (docs/performance.md)
+    Rows of one new token always take the Triton kernel, which reads faster than FlashAttention-3
     and needs no page table a row. What no installed package carries (fp32, sinks, a head size, a block size: see
     `flash_backend`) goes to Triton as well, call by call; with ``measured_only`` so does every package that was not
     measured to be faster.

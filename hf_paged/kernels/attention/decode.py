@@ -54,7 +54,7 @@ class DecodeConfigs(NamedTuple):
 
 
 # By bytes of one head's key (padded). Measured on an H200 for 256 bytes, with the cache's blocks spread as an engine
-# spreads them (docs/performance.md); the others keep the same bytes in flight.
+# spreads them; the others keep the same bytes in flight.
 _D = DecodeConfig
 _DEEP = {
     64: DecodeConfigs(_D(64, 2, 3, 2), _D(64, 2, 2, 6), _D(64, 2, 3, 4), (_D(64, 2, 3, 5),), _D(64, 2, 3, 5)),

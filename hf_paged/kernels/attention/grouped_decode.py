@@ -44,7 +44,7 @@ from hf_paged.kernels.attention.metadata import (
     positively_scaled,
 )
 
-# By bytes of one head's key (padded). Measured on an H200 for 256 bytes (docs/performance.md); larger tiles for larger
+# By bytes of one head's key (padded). Measured on an H200 for 256 bytes; larger tiles for larger
 # groups were no faster, since three programs a multiprocessor hide more than they save.
 _G = GroupedConfig
 _DEEP = {

@@ -39,7 +39,7 @@ class SharedParts(NamedTuple):
 DEEP_SHARED_MEMORY = 200 << 10
 
 # By padded head_dim. Jumping over masks pays on Hopper; two programs a multiprocessor hide each other's ends, and only
-# very long rows do better with one that holds more. Measured on an H200 for 64 and 128 (docs/performance.md).
+# very long rows do better with one that holds more. Measured on an H200 for 64 and 128.
 _DEEP = {
     32: PrefillConfig(128, 64, 8, 3, branch=True),
     64: PrefillConfig(128, 64, 8, 3, branch=True),
