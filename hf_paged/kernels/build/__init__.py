@@ -1,0 +1,1 @@
+"""Compiling kernels: in threads and processes, ahead of their first launch."""
