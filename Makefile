@@ -42,9 +42,9 @@ test-kernels:
 	for kernels in sse avx2 $$(grep -qw avx512f /proc/cpuinfo && echo avx512); do \
 		$(MAKE) test KERNELS=$$kernels || exit; done
 
-# What `test` leaves out: whole programs, and what lasts minutes.
+# What `test` leaves out: whole programs, and further cases of what it tests.
 test-slow: $(VENV)/.test
-	$(PYTEST) -m 'slow and not gpu'
+	$(PYTEST) -m 'slow and not core and not gpu'
 
 # What reads transformers' own code, beside the oldest version of it that is supported.
 test-oldest: $(OLDEST)/.installed
