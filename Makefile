@@ -34,8 +34,9 @@ OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' py
 demo: $(VENV)/.demo
 	$(PYTHON) examples/quickstart.py
 
+# The core tier. Programs of tests/callers are not even imported: `test-slow` and `test-callers` run them.
 test: $(VENV)/.test
-	$(PYTEST)
+	$(PYTEST) --ignore tests/callers
 
 # `test` as on other processors: each kind of kernels that this one can run.
 test-kernels:

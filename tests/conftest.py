@@ -35,8 +35,14 @@ settings.register_profile(
 settings.load_profile("hf_paged")
 
 
+def pytest_collection() -> None:
+    """What modules and tests are made of stays: looking for garbage in it takes a quarter of the time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """A collection of garbage by a test need not look at torch, transformers and thousands of tests: half a second."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -133,6 +133,7 @@ def test_other_errors_come_through(tmp_path, trained_path):
     check_place("a", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_server_says_so_in_one_line():
     pytest.importorskip("fastapi", reason="of the extra `serve`")
     done = subprocess.run([sys.executable, "-m", "hf_paged.serve", "/no/such/folder"], cwd=ROOT, capture_output=True,
