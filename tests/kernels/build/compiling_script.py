@@ -1,4 +1,4 @@
-"""Kernels compiled side by side, without a GPU; run by `test_compiling.py`, which names cases and reads what came of them.
+"""Kernels compiled side by side, without a GPU: `test_compiling.py` names cases, and looks at what came of them.
 
 Each line of the input is the name of a case and a folder for what is compiled. The case runs in a fork of this process,
 which has imported torch and Triton for all of them.
