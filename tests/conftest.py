@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_paged
 from hf_paged.errors import Reason
 
-pytest_plugins = ["interpreted"]
+pytest_plugins = ["interpreted", "pytester", "tiers"]
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 settings.register_profile(
