@@ -12,7 +12,8 @@ import pytest
 @pytest.mark.each_value
 @pytest.mark.parametrize("a", [1, 2])
 @pytest.mark.parametrize("b", ["x", "y", pytest.param("z", marks=pytest.mark.slow)])
-def test_product(a, b): pass
+@pytest.mark.parametrize("c", [pytest.param(0, marks=pytest.mark.gpu), 0])
+def test_product(a, b, c): pass
 
 @pytest.mark.parametrize("a", [1, 2])
 @pytest.mark.parametrize("b", ["x", "y"])
@@ -32,7 +33,7 @@ def test_few_cases_have_all_values():
 
 def test_other_cases_become_slow(pytester):
     pytester.makepyfile(SUITE)
-    pytester.makeini("[pytest]\nmarkers = slow\n each_value\n")
+    pytester.makeini("[pytest]\nmarkers = slow\n gpu\n each_value\n")
     options = ["-p", "tiers", "-p", "no:randomly", "-q", "-k", "product or others or alone"]
-    pytester.runpytest(*options, "-m", "not slow").assert_outcomes(passed=2 + 4 + 1, deselected=4)
-    pytester.runpytest(*options, "-m", "slow").assert_outcomes(passed=4, deselected=7)
+    pytester.runpytest(*options, "-m", "not slow and not gpu").assert_outcomes(passed=2 + 4 + 1, deselected=10)
+    pytester.runpytest(*options, "-m", "slow and not gpu").assert_outcomes(passed=4, deselected=13)

@@ -13,7 +13,8 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: dict[Any, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("each_value") and not item.get_closest_marker("slow"):
+        marks = {mark.name for mark in item.iter_markers()}
+        if hasattr(item, "callspec") and "each_value" in marks and not marks & {"slow", "gpu"}:
             cases[item.parent, item.originalname].append(item)  # type: ignore[attr-defined]
     for some in cases.values():
         values = {item: {(name, repr(value)) for name, value in item.callspec.params.items()} for item in some}

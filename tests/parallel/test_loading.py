@@ -73,6 +73,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_BATCH_BYTES", 9000)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shard_size", ["40KB", "1GB"])
 @pytest.mark.parametrize(("variant", "overrides"), CASES)
 def test_every_parameter_is_the_expected_part(variant: str, overrides: dict, shard_size: str, tmp_path: Path) -> None:
