@@ -17,7 +17,8 @@ SETTINGS_sse := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=CO
 ifeq ($(filter $(KERNELS),own avx512 avx2 sse),)
 $(error KERNELS=$(KERNELS): expected own, avx512, avx2 or sse)
 endif
-# A process a core, one thread each: on two cores twice as fast as one process.
+# A process a core, one thread each: on two cores twice as fast as one process. With worksteal each has a run of whole
+# modules, so that few of their fixtures are made twice.
 PYTEST := env $(SETTINGS_$(KERNELS)) OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n auto --dist worksteal
 
 # torch is pinned. Without a GPU it comes from torch's own index, since PyPI's brings gigabytes of CUDA.
@@ -34,19 +35,20 @@ OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' py
 demo: $(VENV)/.demo
 	$(PYTHON) examples/quickstart.py
 
+# The core tier. Programs of tests/callers are not even imported: `test-slow` and `test-callers` run them.
 test: $(VENV)/.test
-	$(PYTEST)
+	$(PYTEST) --ignore tests/callers
 
 # `test` as on other processors: each kind of kernels that this one can run.
 test-kernels:
 	for kernels in sse avx2 $$(grep -qw avx512f /proc/cpuinfo && echo avx512); do \
 		$(MAKE) test KERNELS=$$kernels || exit; done
 
-# What `test` leaves out: whole programs, and what lasts minutes.
+# What `test` leaves out: whole programs, and further cases of what it tests.
 test-slow: $(VENV)/.test
-	$(PYTEST) -m 'slow and not gpu'
+	$(PYTEST) -m 'slow and not core and not gpu'
 
-# What reads transformers' own code, beside the oldest version of it that is supported.
+# What reads transformers' own code, beside the oldest version of it that is supported: the core tier of these folders.
 test-oldest: $(OLDEST)/.installed
 	$(subst $(PYTHON),$(OLDEST)/bin/python,$(PYTEST)) tests/integration tests/guards tests/options
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_paged
 from hf_paged.errors import Reason
 
-pytest_plugins = ["interpreted"]
+pytest_plugins = ["interpreted", "pytester", "tiers"]
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 settings.register_profile(
@@ -35,8 +35,14 @@ settings.register_profile(
 settings.load_profile("hf_paged")
 
 
+def pytest_collection() -> None:
+    """What modules and tests are made of stays: looking for garbage in it takes a quarter of the time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """A collection of garbage by a test need not look at torch, transformers and thousands of tests: half a second."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

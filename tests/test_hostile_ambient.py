@@ -84,6 +84,7 @@ def run(engine):
     return [(made[i].token_ids, made[i].finish_reason, made[i].error) for i in ids]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3-moe"])
 @pytest.mark.parametrize("ambient", [name for name in AMBIENT if name != "autocast"])
 def test_an_engine_makes_the_same_tokens(ambient, family):

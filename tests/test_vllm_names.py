@@ -55,6 +55,7 @@ LOADED = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SAMPLING)
 @pytest.mark.parametrize("call", CALLS)
 def test_settings_of_vllm_in_a_call(generator, call, name):
@@ -62,6 +63,7 @@ def test_settings_of_vllm_in_a_call(generator, call, name):
         CALLS[call](generator, max_new_tokens=2, **{name: 1})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [*LOADING, "tensor_parallel_size"])
 @pytest.mark.parametrize("call", CONFIGURED)
 def test_arguments_of_vllm_for_a_model_in_memory(call, name):
@@ -70,6 +72,7 @@ def test_arguments_of_vllm_for_a_model_in_memory(call, name):
         CONFIGURED[call](None, **{name: 1})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", LOADING)
 @pytest.mark.parametrize("call", LOADED)
 def test_arguments_of_vllm_for_a_checkpoint(call, name):
@@ -87,6 +90,7 @@ def test_methods_of_vllm(generator, name):
         generator.generat  # noqa: B018
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("name", "answer"), [
     ("max_new_token", "expected max_new_tokens"), ("temprature", "expected temperature"),

@@ -1,9 +1,10 @@
 """Break the package in every way listed in ``mutations.py`` and ``package_mutations.py``; see that its tests notice.
 
-    python tools/mutate.py [--only TEXT]
+    python tools/mutate.py [--only TEXT] [--tier core|all]
 
-Package and tests are copied to a temporary directory, one a mutation; the working tree is never changed. Exits with 1
-if a mutation survives or no longer applies, or if the tests fail without any.
+A test of the tier `core`, which is what `make test` runs, has to notice; with `all`, a slow test may. Package and tests
+are copied to a temporary directory, one a mutation; the working tree is never changed. Exits with 1 if a mutation
+survives or no longer applies, or if the tests fail without any.
 """
 
 from __future__ import annotations
@@ -30,15 +31,20 @@ TIMEOUT_S = 60  # a mutation may well loop for ever; that is noticing, too
 PACKAGE_TIMEOUT_S = 240
 
 
+# What pytest's `-m` picks. The core tier is what pyproject.toml picks where nothing is said.
+TIERS = {"core": (), "all": ("-m", "not gpu")}
+
+
 class Job(NamedTuple):
-    """A mutation as it is carried out: in a copy that `prepare` makes, by a pytest with `arguments`."""
+    """A mutation as it is carried out: in a copy that `prepare` makes, by those tests of `arguments` that -k picks."""
 
     label: str
     file: Path
     old: str
     new: str
     prepare: Callable[[Path], None]
-    arguments: list[str]
+    arguments: tuple[str, ...]
+    select: str
     timeout_s: float
 
 
@@ -46,17 +52,17 @@ def scheduler_job(mutation: Mutation) -> Job:
     select = mutation.tests or " or ".join(f"test_b{number:02}_" for number in mutation.behaviours)
     label = ",".join(map(str, mutation.behaviours)) or "-"
     return Job(label, PACKAGE / mutation.file, mutation.old, mutation.new, copy_scheduler,
-               [*SCHEDULER_ARGUMENTS, "-k", select], TIMEOUT_S)
+               SCHEDULER_ARGUMENTS, select, TIMEOUT_S)
 
 
 def package_job(mutation: PackageMutation) -> Job:
     return Job("-", Path("hf_paged") / mutation.file, mutation.old, mutation.new, copy_package,
-               [f"tests/{mutation.test_file}", "-k", mutation.tests], PACKAGE_TIMEOUT_S)
+               (f"tests/{mutation.test_file}",), mutation.tests, PACKAGE_TIMEOUT_S)
 
 
 # The random machines stay out: a mutation must be caught by a test that says what is wrong. The copy has no conftest
 # that would say how long an example may take: Hypothesis' own profile without deadlines does.
-SCHEDULER_ARGUMENTS = ["--hypothesis-profile", "ci", "--ignore-glob", str(TESTS / "*machine*"), str(TESTS)]
+SCHEDULER_ARGUMENTS = ("--hypothesis-profile", "ci", "--ignore-glob", str(TESTS / "*machine*"), str(TESTS))
 
 
 def run_tests(work: Path, arguments: list[str], timeout_s: float) -> tuple[int, str]:
@@ -103,7 +109,7 @@ def try_mutation(job: Job) -> str:
         if text.count(job.old) != 1:
             return f"NOT APPLICABLE: its text occurs {text.count(job.old)} times"
         path.write_text(text.replace(job.old, job.new))
-        status, output = run_tests(work, job.arguments, job.timeout_s)
+        status, output = run_tests(work, [*job.arguments, "-k", job.select], job.timeout_s)
     if status == 1:
         return CAUGHT + (" (by the time limit)" if output == TIMED_OUT else "")
     if status == 0:
@@ -115,12 +121,11 @@ def failure_without_mutations(jobs: list[Job]) -> str | None:
     """What pytest says where the tests of `jobs` do not pass as the code is: once per test file."""
     selections: dict[tuple, list[str]] = {}
     for job in jobs:
-        arguments = tuple(SCHEDULER_ARGUMENTS if job.prepare is copy_scheduler else job.arguments[:1])
-        selections.setdefault((job.prepare, job.timeout_s, arguments), []).append(job.arguments[-1])
+        selections.setdefault((job.prepare, job.timeout_s, job.arguments), []).append(job.select)
 
     def run(item: tuple[tuple, list[str]]) -> tuple[int, str]:
         (prepare, timeout_s, arguments), chosen = item
-        select = [] if prepare is copy_scheduler else ["-k", " or ".join(f"({text})" for text in chosen)]
+        select = ["-k", " or ".join(f"({text})" for text in chosen)]
         with tempfile.TemporaryDirectory() as directory:
             prepare(Path(directory))
             return run_tests(Path(directory), [*arguments, *select], 4 * timeout_s)
@@ -129,12 +134,18 @@ def failure_without_mutations(jobs: list[Job]) -> str | None:
         return next((output for status, output in pool.map(run, selections.items()) if status), None)
 
 
+def all_jobs(tier: str) -> list[Job]:
+    jobs = [*map(scheduler_job, MUTATIONS), *map(package_job, PACKAGE_MUTATIONS)]
+    return [job._replace(arguments=(*TIERS[tier], *job.arguments)) for job in jobs]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mutations whose file, text or selection contains this")
+    parser.add_argument("--tier", choices=TIERS, default="core", help="tests that may notice (default: %(default)s)")
     args = parser.parse_args()
-    jobs = [*map(scheduler_job, MUTATIONS), *map(package_job, PACKAGE_MUTATIONS)]
-    jobs = [job for job in jobs if args.only in f"{job.file} {job.old} {job.new} {' '.join(job.arguments)}"]
+    jobs = [job for job in all_jobs(args.tier)
+            if args.only in f"{job.file} {job.old} {job.new} {' '.join(job.arguments)} {job.select}"]
     begin = time.time()
     if (output := failure_without_mutations(jobs)) is not None:
         print(output)

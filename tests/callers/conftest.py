@@ -1,6 +1,11 @@
-"""What programs of others need: a model that goes on talking, since their calls last; no accelerator left over."""
+"""What programs of others need: a model that goes on talking, since their calls last; no accelerator left over.
+
+All these tests are slow: the core tier does not even import the programs.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
@@ -8,6 +13,12 @@ from support import tiny_model
 from transformers import AutoModelForCausalLM
 
 import hf_paged
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -103,6 +103,7 @@ def test_more_than_a_range_has_addresses_for_is_refused(driver, memory, nbytes):
     assert not driver.handles
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("error", [DriverError("no"), KeyboardInterrupt()])
 @pytest.mark.parametrize("when", ["script", "after"])
 @pytest.mark.parametrize("name", ["create", "map", "allow"])

@@ -183,6 +183,7 @@ def test_an_adapter_that_is_another_under_its_name_hits_nothing_old(wrapped, cha
 # -- adapters that come and go while requests run ----------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_an_adapter_that_is_deleted_while_requests_name_it(overlap, steps):
@@ -295,6 +296,7 @@ def test_rows_in_lockstep_when_another_adapter_comes(wrapped):
     assert made[:, len(prompt):].tolist() == expected
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("at", [3, 40, 170, 400])
 def test_requests_keep_their_adapters_over_an_interrupt(at):
     wrapped = hf_paged.enable(two_adapters(), strict=True)

@@ -147,6 +147,7 @@ def test_text_comes_in_pieces_that_join_up():
 # -- ends ------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 def test_abort(overlap, steps):
@@ -630,6 +631,7 @@ def test_eos_ids_that_no_tensor_could_hold(model, engine):
 # -- abandoned streams ------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("owner", "name"), [
     (Scheduler, "schedule"), (Scheduler, "commit"), (ModelRunner, "launch"), (EngineCore, "end"),

@@ -131,6 +131,7 @@ def assert_survives(overlap, pool, target, at, after, error, warm):
         hf_paged.disable(model)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("target", TARGETS)
@@ -166,6 +167,7 @@ class RaisingStreamer(RecordingStreamer):
             raise self.error
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 3, 9, 20])
 @pytest.mark.parametrize("error", [Interrupt, ValueError, KeyboardInterrupt])

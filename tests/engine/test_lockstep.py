@@ -155,6 +155,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("target", "at", "after", "error"), every_pair(
     list(TARGETS), [pytest.param(at, after) for at in (1, 4) for after in (False, True)], [Interrupt, RuntimeError],
 ))

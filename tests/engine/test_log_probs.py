@@ -255,6 +255,7 @@ def test_a_stream_brings_each_tokens_own(stock, overlap):
         assert_idle(generator.model)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 def test_an_aborted_request_keeps_those_of_its_tokens(stock, overlap, steps):
@@ -390,6 +391,7 @@ def test_preemption_in_the_middle_of_a_prompt(stock, overlap):
     assert_scored(stock, completion)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 4, 6])
 @pytest.mark.parametrize("point", ["launch", "commit"])

@@ -183,6 +183,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_guesses_right_and_wrong_change_no_token(guessing, name, overlap):

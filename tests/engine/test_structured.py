@@ -83,6 +83,7 @@ EDITED = {"repetition_penalty": 1.3, "suppress_tokens": TOKENIZER("0b")["input_i
 OPTIONS = [{}, EDITED, {"min_new_tokens": 3}, {"no_repeat_ngram_size": 3}]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_stocks_tokens_under_xgrammars_processor(generator, options):
     forms = FORMS[:2] + FORMS[3:] if options else FORMS
@@ -465,6 +466,7 @@ def run_in_any_order(actions, overlap, num_blocks):
     assert stats.num_free_blocks == max(stats.num_blocks - 1, 0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"logprobs": 2}], ids=str)
 def test_a_request_that_fails_hands_out_no_token_of_the_failing_step(generator, options):
     """Whatever fails: what the output has is what its form allows, with finite log-probabilities of all of it."""

@@ -66,6 +66,7 @@ def collect(engine, tokens, completions, steps=10**6):
                 completions[output.request_id] = output.completion
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("change", [negate, in_place, replace_a_parameter, stretch_rope])
 @pytest.mark.parametrize("mode", MODES)

@@ -67,6 +67,7 @@ def test_rows_are_stocks_whatever_is_active(active):
     assert hf_paged.explain(wrapped, **OPTIONS, adapter_names=NAMES).path == "native"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", VARIANTS)
 def test_every_family(family):
     """Fused families by their own code, the others by stock's modules with the layers called row by row."""
@@ -86,6 +87,7 @@ def test_every_family(family):
     assert_same_tensor(plain, wrapped.generate(**INPUTS, **OPTIONS))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [{"use_rslora": True}, {"lora_bias": True}, {"layers_to_transform": [1]},
                                   {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"down_proj": 3}}])
 def test_kinds_of_lora(kind):
@@ -120,6 +122,7 @@ def _as_it_is(ids: Any, scores: Any) -> Any:
     return scores
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [
     {"num_beams": 3},
     {"num_beams": 4, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True},

@@ -105,6 +105,7 @@ def _no_accelerator_left():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("base", BASES)
 def test_tokens_are_stocks(base, way):
@@ -121,6 +122,7 @@ def test_tokens_are_stocks(base, way):
     assert_idle(model)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("base", BASES)
 def test_log_probabilities_are_no_further_from_full_precision_than_stocks(base, way):
@@ -168,6 +170,7 @@ MIXTURES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cast", [BRAIN, HALF])
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_weights_of_two_dtypes(mixture, cast):

@@ -30,6 +30,7 @@ def model():
     hf_paged.disable(MODEL)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_beams", [2, 3, 4])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.5, 2.0])

@@ -714,6 +714,7 @@ def _train(model, steps=3, generate=False, **optimizer_options):
     return losses
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
 @pytest.mark.parametrize("generate", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -156,6 +156,7 @@ def logging_filters():
 
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("options", [
     {}, {"do_sample": True}, {"num_beams": 2}, {"cache_implementation": "static"}, {"eos_token_id": 5},

@@ -37,6 +37,7 @@ def test_every_batch_size_with_ragged_left_padding(rows):
     assert_native_parity(enabled(), **batch(RAGGED[-rows:]), max_new_tokens=12)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("block_size", [16, 32, 256])
 @pytest.mark.parametrize("offset", [-1, 0, 1])
 def test_prompts_and_outputs_that_end_around_block_edges(block_size, offset):
@@ -85,6 +86,7 @@ def test_fewer_seats_than_rows():
     assert_native_parity(model, **batch([30, 17, 25, 9, 31, 16, 3, 28]), max_new_tokens=10)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("budget", [8, 13, 16, 50])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_prompts_computed_in_chunks(budget, overlap):
@@ -184,6 +186,7 @@ def test_rows_stop_at_different_steps_and_are_padded(overlap, pad):
     assert len(ends) >= 3  # they did stop at different steps
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("step", [0, 1, 15, 16])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_one_row_with_eos_at_a_given_step(step, overlap):

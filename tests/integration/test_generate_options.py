@@ -59,6 +59,7 @@ GREEDY = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [[20], [20, 20, 20], [33, 20, 7, 1], [12, 31, 5, 8, 2, 16, 40, 21]],
                          ids=["one row", "no padding", "ragged", "batch of 8"])
 @pytest.mark.parametrize("name", GREEDY)
@@ -329,6 +330,7 @@ def test_options_of_one_request_do_not_stay_in_its_slot():
         assert_native_parity(model, plain, **inputs, max_new_tokens=8)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("owner", "name"), [
     (SharedLines, "_write"), (SharedLines, "_take"), (EditState, "put"), (edits, "upload"),
 ], ids=lambda value: getattr(value, "__name__", value))

@@ -254,6 +254,7 @@ CRITERIA = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [list, StoppingCriteriaList])
 @pytest.mark.parametrize("eos", [None, int(FREE[1, 4])])
 @pytest.mark.parametrize("name", CRITERIA)

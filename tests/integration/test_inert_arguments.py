@@ -56,6 +56,7 @@ def test_the_values_tried_are_those_of_the_tables():
     assert {name: tuple(VALUES[name]) for name in NEUTRAL_ARGUMENTS} == NEUTRAL_ARGUMENTS
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in VALUES for value in VALUES[name]],
                          ids=lambda value: value if isinstance(value, str) else type(value).__name__)
 @pytest.mark.parametrize("in_lockstep", [False, True])

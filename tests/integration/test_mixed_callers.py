@@ -108,6 +108,7 @@ def started(*actions) -> list[threading.Thread]:
     return threads
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("waiting", [kind for kind in KINDS if kind not in ("native", "lookup")])
 @pytest.mark.parametrize("other", KINDS)
 @pytest.mark.parametrize("num_blocks", [None, 13], ids=["", "tiny"])

@@ -232,6 +232,7 @@ SWITCHES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", SWITCHES)

@@ -81,6 +81,7 @@ WORK = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("show", [True, None])
 @pytest.mark.parametrize("work", WORK)
 def test_the_bar_is_there_while_the_call_is_busy(generator, screen, monkeypatch, work, show):
@@ -330,6 +331,7 @@ class BrokenScreen(io.StringIO):
         return len(text)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("show", [True, None])
 @pytest.mark.parametrize("writes", [0, 1, 2, 3, 5])
 def test_a_terminal_that_goes_away_at_any_time_takes_no_call_with_it(generator, monkeypatch, show, writes):

@@ -87,6 +87,7 @@ def supported(keywords):
     return all(name in known for name in keywords)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("keywords", KEYWORDS, ids=lambda keywords: "-".join(keywords) or "none")
 @pytest.mark.parametrize("form", ["keywords", "chat_template_kwargs", "stream"])
 def test_keywords_of_the_template_give_the_tokens_of_apply_chat_template(generator, keywords, form):

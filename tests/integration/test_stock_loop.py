@@ -251,6 +251,7 @@ def test_without_a_dict_scores_are_not_kept(model):
 # -- prompt lookup ------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("eos", [None, EOS])
 @pytest.mark.parametrize("length", [1, 16, 20, 33])
 def test_prompt_lookup(model, eos, length):

@@ -73,6 +73,7 @@ def pairs_of(source_dtype, target_dtype):
     return pairs, stacked
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("run", EVERYWHERE)
 @pytest.mark.parametrize("target_dtype", FLOATS)
 @pytest.mark.parametrize("source_dtype", FLOATS)

@@ -25,6 +25,7 @@ def right(tokens, table, slots, positions, write_from, block_size):
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 300])
 @pytest.mark.parametrize("run", [step_inputs, step_inputs_reference, step_inputs_host, step_inputs_triton])
@@ -35,6 +36,7 @@ def test_every_token(run, num_tokens):
     assert found.seq_lens is None and found.slots is None
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 300])
 @pytest.mark.parametrize("run", [step_inputs, step_inputs_reference, step_inputs_host, step_inputs_triton])

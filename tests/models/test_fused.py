@@ -31,6 +31,7 @@ def test_which_executor_a_family_gets(variant, executor):
     assert find_executor(family_model(variant)).func is executor
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("variant", FUSED)
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("fused", [True, False])

@@ -196,6 +196,7 @@ def test_norms_in_fp32_where_they_cast_and_where_they_do_not():
 # -- experts -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("variant", ["qwen3-moe", "gpt-oss", "mixtral"])
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_every_implementation_of_experts(variant, implementation):

@@ -48,6 +48,7 @@ def check(model, expected=None):
     return expected
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [
     {}, {"r": 1}, {"r": 20}, {"target_modules": ["q_proj", "v_proj"]}, {"target_modules": ["k_proj", "o_proj"]},
     {"target_modules": ["up_proj"]}, {"target_modules": ["gate_proj", "down_proj"]}, {"use_rslora": True},
@@ -157,6 +158,7 @@ def test_bases_are_merged_and_state_stays(way, monkeypatch):
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("base", "adapters"), [
     (torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
     (torch.float32, torch.bfloat16),

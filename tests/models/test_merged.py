@@ -160,6 +160,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("writer", WRITERS)
 def test_checkpoints_of_merged_weights_are_stocks_byte_for_byte(tmp_path, writer, tied):
@@ -212,6 +213,7 @@ def _loss(model):
     return model(input_ids=ids, labels=ids).loss
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("made_first", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_train_merged_weights_bitwise_like_a_stock_copy(name, made_first):

@@ -34,6 +34,7 @@ def test_of_the_thread():
         assert autocast_of_call(model) is None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("contexts", "expected"), [
     ([("cpu", BRAIN, True)], BRAIN),
     ([("cpu", BRAIN, True), ("cpu", HALF, True)], HALF),  # the last is the innermost

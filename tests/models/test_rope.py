@@ -66,6 +66,7 @@ def assert_is_the_modules(table, rotary, length=LENGTH):
         assert torch.equal(table.sin[position], sin[0, 0]), position
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ROPES)
 def test_the_table_is_the_modules_output_at_every_position(name, dtype):
@@ -245,6 +246,7 @@ def test_generate_follows_a_changed_module(change):
     assert not torch.equal(assert_native_parity(model, **inputs, max_new_tokens=12), first)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__.strip("_"))
 @pytest.mark.parametrize("fresh", [False, True])
 def test_generate_follows_a_module_changed_while_another_request_runs(change, fresh):

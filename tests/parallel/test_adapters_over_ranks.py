@@ -12,6 +12,8 @@ from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator, PartlyLoadedError
 
+pytestmark = pytest.mark.slow  # further cases over ranks
+
 VOCAB = 2600
 SHAPE = {"vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 2}
 PROMPTS = random_prompts([5, 17, 40, 33], vocab_size=VOCAB)
@@ -82,6 +84,7 @@ def made(generator, names):
     return [c.token_ids for c in generator.generate(PROMPTS, max_new_tokens=NEW, adapter_names=names)]
 
 
+@pytest.mark.core
 def test_every_row_has_the_tokens_of_its_adapter(both, stock):
     assert both.engine.adapter_names == ("blue", "red")
     for names in (["red", "blue", None, "__base__"], ["__base__", "red", "red", "blue"], "blue", None):

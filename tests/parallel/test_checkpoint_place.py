@@ -46,6 +46,7 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("path", MISSING)
 @pytest.mark.parametrize("read", [load, load_over_ranks, load_adapter, check])
 def test_a_missing_folder_is_said_to_be_missing(read, path):
@@ -96,6 +97,7 @@ def test_a_file_and_a_folder_without_a_config(tmp_path):
         load_adapter(tmp_path)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("content", "remedy"), [
     (lambda data: data[: len(data) // 2], "download or copy it again"), (lambda data: b"", "download or copy it again"),
     (lambda data: POINTER, "git lfs pull"),
@@ -133,6 +135,7 @@ def test_other_errors_come_through(tmp_path, trained_path):
     check_place("a", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_server_says_so_in_one_line():
     pytest.importorskip("fastapi", reason="of the extra `serve`")
     done = subprocess.run([sys.executable, "-m", "hf_paged.serve", "/no/such/folder"], cwd=ROOT, capture_output=True,

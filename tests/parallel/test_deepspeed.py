@@ -6,6 +6,7 @@ import pytest
 from ranks import run_ranks
 
 
+@pytest.mark.slow
 def test_rollouts_are_native_and_training_goes_on_as_without() -> None:
     pytest.importorskip("deepspeed")
     for found in run_ranks("deepspeed_checks:train_and_generate", 2, timeout=400):

@@ -134,6 +134,7 @@ def test_a_worker_loads_while_it_meets(monkeypatch):
     assert current == {threading.get_ident(): 1, meets[0]: 1}
 
 
+@pytest.mark.slow
 def test_rank_0_loads_before_the_others_come(tiny_path, monkeypatch):
     """Model and tokenizer; the ranks have met when its engine is built."""
     load, tokenizer_of, events = loading.load, generator._tokenizer_of, []
@@ -195,6 +196,7 @@ def test_rank_0_rehearses_before_the_others_come(tiny_path, monkeypatch):
     assert met == [False, False]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_rank_0_loads(tiny_path, monkeypatch):
     """Rank 0 does not read to the end before it says so."""
     fill, filled = checkpoint._fill, []

@@ -22,6 +22,8 @@ from hf_paged import PagedGenerator, PartlyLoadedError, disable
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.parallel import launch
 
+pytestmark = pytest.mark.slow  # each starts ranks of its own
+
 SOON = 10.0
 VOCAB = 2600
 PROMPTS = random_prompts([5, 17, 40], vocab_size=VOCAB)
@@ -56,6 +58,7 @@ def assert_gone(processes):
     assert not dist.is_initialized()
 
 
+@pytest.mark.core
 def test_dropping_the_generator_ends_the_ranks(checkpoint):
     generator, processes = start(checkpoint)
     gone = weakref.ref(generator)
@@ -216,10 +219,7 @@ def nccl(checkpoint, monkeypatch):
     assert_gone([process])
 
 
-@pytest.mark.parametrize("how", [
-    "killed in a step", "close", *(pytest.param(how, marks=pytest.mark.slow)
-                                   for how in ("killed while idle", "interrupt", "close in a step")),
-])
+@pytest.mark.parametrize("how", ["killed in a step", "close", "killed while idle", "interrupt", "close in a step"])
 def test_graphs_end_before_their_communicators(nccl, monkeypatch, how):
     """Else rank 0 waited for itself for ever, or ended with SIGABRT because of a thread that still waited."""
     generator, process, stand_in = nccl

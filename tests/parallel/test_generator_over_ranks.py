@@ -19,6 +19,8 @@ from transformers import GenerationConfig
 from hf_paged import FallbackError, PagedGenerator, UnsupportedModelError, enable
 from hf_paged.integration import progress
 
+pytestmark = pytest.mark.slow  # further cases over ranks
+
 VOCAB = 5000  # the last of four ranks has padding
 SHAPE = {"vocab_size": VOCAB, "num_key_value_heads": 2, "num_attention_heads": 4}  # a KV head is on two of four ranks
 PAGED = {"max_num_seqs": 6, "num_blocks": 14, "max_num_batched_tokens": 40, "seed": 7}
@@ -77,7 +79,7 @@ def assert_same_tokens(alone, sharded, options):
         assert sharded.engine.stats().num_preemptions > before
 
 
-@pytest.mark.parametrize("sharded", [2, pytest.param(4, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("sharded", [2, 4], indirect=True)
 @pytest.mark.parametrize("options", [
     {}, {"do_sample": True, "temperature": 1.2, "top_k": 30, "top_p": 0.9},
 ], ids=by_name)
@@ -96,6 +98,7 @@ def test_tokens_of_more_options_are_those_of_one_process(alone, sharded, options
     assert_same_tokens(alone, sharded, options)
 
 
+@pytest.mark.core
 def test_a_batch_of_unlike_requests(alone, sharded):
     """Rows with and without filters, edits and log-probabilities in the same steps."""
     configs = [
@@ -231,6 +234,7 @@ def test_the_seed_of_a_call_without_one_is_rank_0s(checkpoint, sharded):
     assert ids(made) == ids(sharded.generate(PROMPTS[:3], max_new_tokens=8, do_sample=True, seed=PAGED["seed"]))
 
 
+@pytest.mark.core
 def test_aborts_in_flight_leave_the_others_alone(alone, sharded):
     engine = sharded.engine
     expected = ids(alone.generate(PROMPTS[:6], max_new_tokens=20))
@@ -300,6 +304,7 @@ def test_max_time_is_rank_0s_clock(sharded):
     assert 0 < len(made.token_ids) < 140 and made.finish_reason == "length"
 
 
+@pytest.mark.core
 def test_bad_input_reaches_no_rank(alone, sharded):
     for bad in ([[]], [[VOCAB]], [[-1]], [1] * 600):
         with pytest.raises((ValueError, TypeError)):
@@ -309,6 +314,7 @@ def test_bad_input_reaches_no_rank(alone, sharded):
     assert ids(sharded.generate(PROMPTS[:2], max_new_tokens=4)) == ids(alone.generate(PROMPTS[:2], max_new_tokens=4))
 
 
+@pytest.mark.core
 def test_what_rank_0_cannot_do_alone_is_refused(sharded):
     """A plain forward, and calls that stock generate would carry out, would wait for ranks that do not take part."""
     input_ids = torch.tensor([PROMPTS[0]])

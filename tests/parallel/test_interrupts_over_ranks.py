@@ -14,7 +14,8 @@ from support import tiny_model
 SCRIPT = Path(__file__).with_name("interrupt_script.py")
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
 def test_twenty_interrupts_at_random_times(tmp_path, overlap):
     """Of plain, streamed and stepped calls, of tensors and around an update; in half of the rounds beside another
     thread's call, which goes on."""

@@ -142,6 +142,7 @@ def test_a_killed_worker_ends_the_collective(clean):
     workers.close()
 
 
+@pytest.mark.slow
 def test_communicators_end_where_no_thread_can_be_started(clean, monkeypatch):
     """As when the interpreter of Python 3.12.1 ends."""
     workers = launch(2, Follower(), "cpu")
@@ -160,6 +161,7 @@ def test_communicators_end_where_no_thread_can_be_started(clean, monkeypatch):
     assert refused and not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_workers_that_never_meet(clean):
     """A job that raises before it meets rank 0, and a worker killed at once: `meeting` raises. A dropped one ends."""
     failing = launch(2, Follower("no file model.safetensors"), "cpu")
@@ -180,6 +182,7 @@ def test_workers_that_never_meet(clean):
         launch(1000, Follower(), "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("failing", "words"), [
     ("meeting", "OSError: no route to rank 0"),
     ("loading", "ValueError: no such tensor: lm_head.weight"),
@@ -201,6 +204,7 @@ def test_a_worker_that_fails_while_it_meets(clean, failing, words):
     workers.close()
 
 
+@pytest.mark.slow
 def test_errors_of_what_runs_while_the_ranks_meet(clean):
     """They come as they are, and leave nothing behind; the environment and the hook are the user's again."""
     environment, hook = dict(os.environ), sys.excepthook
@@ -221,6 +225,7 @@ def test_errors_of_what_runs_while_the_ranks_meet(clean):
     assert {**ENVIRONMENT, **environment} == dict(os.environ) and sys.excepthook is hook
 
 
+@pytest.mark.slow
 def test_a_dropped_reference_ends_workers_that_met(clean):
     workers = launch(2, Follower(), "cpu")
     group = meet(workers)

@@ -13,6 +13,8 @@ from support import random_prompts, tiny_model
 
 from hf_paged import PagedGenerator, PartlyLoadedError
 
+pytestmark = pytest.mark.slow  # further cases over ranks
+
 VOCAB = 2600
 PROMPTS = random_prompts([5, 17, 40, 33], vocab_size=VOCAB)
 OLD, NEW = (tiny_model(seed, vocab_size=VOCAB) for seed in (0, 7))
@@ -59,6 +61,7 @@ def made(generator):
     return ids(generator.generate(PROMPTS, max_new_tokens=12))
 
 
+@pytest.mark.core
 def test_weights_go_to_all_ranks_and_come_back_whole(generator, expected):
     assert made(generator) == expected["old"]
     for name in ("new", "old", "new"):

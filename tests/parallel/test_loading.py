@@ -73,6 +73,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_BATCH_BYTES", 9000)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shard_size", ["40KB", "1GB"])
 @pytest.mark.parametrize(("variant", "overrides"), CASES)
 def test_every_parameter_is_the_expected_part(variant: str, overrides: dict, shard_size: str, tmp_path: Path) -> None:
@@ -300,6 +301,7 @@ def sparse_checkpoint(path: Path, config: LlamaConfig) -> int:
     return offset
 
 
+@pytest.mark.slow
 def test_host_memory_stays_at_the_shard_and_a_few_chunks(tmp_path: Path) -> None:
     """Loading a quarter of 0.3 GB, 8 MiB at a time: mapped pages, too, are given up as it goes on."""
     config = LlamaConfig(vocab_size=32000, hidden_size=1024, intermediate_size=8192, num_hidden_layers=4,

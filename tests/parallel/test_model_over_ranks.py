@@ -21,7 +21,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_forward_and_generate_give_what_one_process_gives(size: int, tmp_path: Path) -> None:
     cases = []
     for i, (variant, overrides) in enumerate(CASES):
@@ -56,11 +57,13 @@ def check_refusals(found: list[dict[str, str | None]]) -> None:
             assert "PagedGenerator.from_pretrained(..., tensor_parallel_size=N)" in str(reasons[name]), name
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
     with pytest.raises(RuntimeError, match=r"rank 0 ended with 1:(.|\n)*in fails(.|\n)*ValueError: on purpose by"):
         run_ranks("rank_checks:fails", 1)
 
 
+@pytest.mark.slow
 def test_ranks_that_run_one_script_update_their_weights_together(tmp_path: Path) -> None:
     """What becomes of a running request is what becomes of it on one rank, whichever way it goes on."""
     tiny_model(num_key_value_heads=2).save_pretrained(tmp_path)

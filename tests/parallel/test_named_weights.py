@@ -57,6 +57,7 @@ def by_expert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("experts_apart", [False, True])
 @pytest.mark.parametrize(("variant", "overrides"), CASES)
 def test_every_part_is_what_loading_makes_of_it(variant: str, overrides: dict, experts_apart: bool,
@@ -170,6 +171,7 @@ class Peers(ParallelGroup):
         return torch.stack([row.contiguous().view(torch.uint8) for row in rows])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("variant", "overrides"), CASES)
 def test_parts_make_the_whole_again(variant: str, overrides: dict, dtype: torch.dtype, tmp_path: Path) -> None:

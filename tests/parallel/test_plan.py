@@ -33,6 +33,7 @@ def meta_model(variant: str, **overrides: Any) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(getattr(transformers, name)(**(SHAPE | settings | overrides)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("variant", SUPPORTED)
 def test_every_layer_has_its_parts_shape_and_stocks_name(variant: str, size: int) -> None:

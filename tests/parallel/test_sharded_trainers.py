@@ -9,6 +9,7 @@ from typing import Any
 
 import fsdp_checks
 import pytest
+from pairs import slow_but
 from ranks import run_ranks
 
 TRAINED = {"tokens": True, "losses": True, "state": True, "native": True, "class": True, "attributes": True}
@@ -37,19 +38,25 @@ EXPECTED: dict[str, Any] = {
 }
 
 
+CORE = ("full_precision", "gathers_after_changes")
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[Any]]:
-    """What the ranks found, by check."""
-    by_rank = run_ranks("fsdp_checks:run_all", 2, list(fsdp_checks.CHECKS), timeout=500)
-    return {name: [of_rank[name] for of_rank in by_rank] for name in fsdp_checks.CHECKS}
+def found(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    """What the ranks found, by check. Where only tests of the core tier run, so do only their checks."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    names = fsdp_checks.CHECKS if any(item.get_closest_marker("slow") for item in tests) else CORE
+    by_rank = run_ranks("fsdp_checks:run_all", 2, list(names), timeout=500)
+    return {name: [of_rank[name] for of_rank in by_rank] for name in names}
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", slow_but(EXPECTED, *CORE))
 def test_each_rank_finds(found: dict[str, list[Any]], name: str) -> None:
     for rank, result in enumerate(found[name]):
         assert result == EXPECTED[name], f"rank {rank}:\n{result}"
 
 
+@pytest.mark.slow
 def test_a_rank_alone_gets_an_error_in_time_and_goes_on(found: dict[str, list[Any]]) -> None:
     (first, again, error), other = found["alone"]
     assert (first, again) == (True, True) and other == (True, True, None)
@@ -59,6 +66,7 @@ def test_a_rank_alone_gets_an_error_in_time_and_goes_on(found: dict[str, list[An
     assert "call generate equally often" in text and "hf_paged.gathered(model)" in text
 
 
+@pytest.mark.slow
 def test_a_call_runs_in_stock_on_all_ranks_or_on_none(found: dict[str, list[Any]]) -> None:
     for rank, (equal, later, num_stock, num_native, texts) in enumerate(found["in_stock_together"]):
         assert equal and later and (num_stock, num_native) == (1, 1)
@@ -66,6 +74,7 @@ def test_a_call_runs_in_stock_on_all_ranks_or_on_none(found: dict[str, list[Any]
         assert len(texts) == 1 and why in texts[0]
 
 
+@pytest.mark.slow
 def test_a_strict_rank_ends_the_call_of_both(found: dict[str, list[Any]]) -> None:
     (own, from_other), (told, own_of_other) = found["strict_on_one"]
     assert own[0] == "FallbackError" and own[1].startswith("strict=True, and this call would go to stock generate")
@@ -75,12 +84,14 @@ def test_a_strict_rank_ends_the_call_of_both(found: dict[str, list[Any]]) -> Non
     assert all(seconds < 10 for *_, seconds in (own, from_other, told, own_of_other))
 
 
+@pytest.mark.slow
 def test_a_rank_without_memory_tells_the_other(found: dict[str, list[Any]]) -> None:
     ((name, text, seconds), later), (own, own_later) = found["no_memory_on_one"]
     assert name == "RankAloneError" and "rank 1 raised OutOfMemoryError: no room for the weights" in text
     assert seconds < 10 and own[0] == "OutOfMemoryError" and later and own_later
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_before_a_call_begins_tells_the_other(found: dict[str, list[Any]]) -> None:
     own, other = found["errors_of_arguments"]
     assert all(seconds < 10 for name, _, seconds in [*own[:6:2], *other[:6:2], *own[6:8], *other[6:8]])
@@ -91,6 +102,7 @@ def test_a_rank_that_raises_before_a_call_begins_tells_the_other(found: dict[str
         assert rank[7][:2] == ("ValueError", own[0][1]) and rank[1:6:2] == [True] * 3 and rank[8] is True
 
 
+@pytest.mark.slow
 def test_ranks_generate_by_themselves_inside_of_gathered(found: dict[str, list[Any]]) -> None:
     for rank, (equal, collectives, outside, errors) in enumerate(found["by_themselves"]):
         assert equal and collectives == 1
@@ -100,6 +112,7 @@ def test_ranks_generate_by_themselves_inside_of_gathered(found: dict[str, list[A
         assert errors[-1][0] == "RuntimeError" and "changed inside of hf_paged.gathered(model)" in errors[-1][1]
 
 
+@pytest.mark.slow
 def test_reasons_of_what_stays_in_stock(found: dict[str, list[Any]]) -> None:
     parts = {
         "split": "is cut as (_StridedShard(dim=0, sf=2), Shard(dim=0))",

@@ -36,6 +36,7 @@ def found(tmp_path_factory):
     return looked_at(tmp_path_factory, "triton")
 
 
+@pytest.mark.slow
 def test_both_kernels_of_prompts_on_hopper_are_compiled_ahead(tmp_path_factory):
     """Which deals tiles and which takes them from a queue; the first batch of unlike prompts waits for neither."""
     found = looked_at(tmp_path_factory, "hopper")

@@ -400,6 +400,7 @@ class EveryThird:
         words.copy_(allowed.sum(-1).to(torch.int32))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [
     {}, {"do_sample": True, "temperature": 2.0}, {"do_sample": True, "top_k": 9, "logprobs": True},
     {"repetition_penalty": 1.4, "logprobs": "raw"},

@@ -120,6 +120,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_next_call_after_a_change_equals_stock_and_hits_nothing(change, tied):
@@ -351,6 +352,7 @@ def test_keys_computed_with_other_constants_are_not_hit(change):
     assert _hits(model) == CACHED
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("change", CONSTANTS)
 @pytest.mark.parametrize("seen", [False, True])
 def test_constants_changed_while_another_request_runs(change, seen):

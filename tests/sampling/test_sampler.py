@@ -88,6 +88,7 @@ def test_ties_at_the_cut_are_kept_or_dropped_as_in_transformers(settings, seed):
     assert_as_transformers(scores, [s | {"top_p": 1.0} for s in settings])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("vocab_size", [4, 5, 8, 10, 16, 20])
 @pytest.mark.parametrize("top_p", [0.1, 0.2, 0.25, 0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9])
 def test_as_many_of_equal_tokens_stay_within_top_p_as_in_transformers(vocab_size, top_p):
@@ -211,6 +212,7 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     return float(((counts - expected) ** 2 / expected)[probabilities > 0].sum())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("setting", [
     {}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1},
     {"temperature": 2.0, "top_k": 9, "top_p": 0.9, "min_p": 0.05},

@@ -20,6 +20,7 @@ def case(rows, vocab_size, dtype, device, seed=0):
     return wide.to(dtype).to(device)[:, 8 : 8 + vocab_size], tokens.to(device)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device"), RUNS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 257, 4096, 9001])

@@ -36,6 +36,7 @@ def test_the_reference_bar_by_bar(rows, width, first, num_words, num_masks, seed
     assert torch.equal(logits, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width", "first", "num_words"), [
     (3, 96, 0, 3), (4, 5000, 0, 157), (2, 70, 33, 3), (2, 100, 31, 2), (1, 1, 0, 1), (0, 40, 0, 2),

@@ -16,6 +16,7 @@ def server(request, trained_path):
         yield server
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_an_answer_ends_before_its_stop_text(server, path, stream):
@@ -38,6 +39,7 @@ def test_an_answer_ends_before_its_stop_text(server, path, stream):
     assert text_of(ask(server, stream, path, stop=[])) == (plain, "length")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_choices_are_requests_of_one_prompt(server, path, stream):
@@ -110,6 +112,7 @@ def test_usage_comes_as_a_chunk_of_its_own_where_asked(server, path):
     assert ask(server, True, path)[-1]["choices"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("path", "fields"), [
     (CHAT, {"tools": TOOLS}), (RESPONSES, {"tools": [{"type": "function", "name": "look_up", "parameters": {}}]}),
@@ -155,6 +158,7 @@ def test_what_the_chat_template_refers_to_reaches_it_and_all_else_is_refused(ser
         assert status == 400 and words in said["error"]["message"], (keywords, said)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 def test_a_part_that_the_model_does_not_read_is_refused(server, path, stream):

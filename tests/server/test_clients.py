@@ -69,6 +69,7 @@ def num_checks(monkeypatch):
     return lambda: len(counted)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_client_that_leaves_ends_its_request(server, monkeypatch, num_checks, way, stream):

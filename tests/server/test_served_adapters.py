@@ -7,35 +7,21 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
+from serve_adapters import NAMES, QUESTION, expected_answers, saved_adapters
 from serve_support import Server, openai, uninstall_serving
-from support import lookup_chat, lookup_facts
-from transformers import AutoModelForCausalLM
 
 import hf_paged
 from hf_paged.server.adapters import split_adapters
 from hf_paged.server.server import install_serving
 
-peft = pytest.importorskip("peft", reason="an extra of the test environment")
-from lora_models import with_adapter  # noqa: E402
-
-FACTS = lookup_facts(12)
-QUESTION = lookup_chat(FACTS, next(iter(FACTS)))
-NAMES = ("red", "blue")
-
 
 @pytest.fixture(scope="module")
 def stock(trained_path, tmp_path_factory):
-    """The trained model under two adapters, and where these are saved."""
-    folder = tmp_path_factory.mktemp("adapters")
-    wrapped = AutoModelForCausalLM.from_pretrained(trained_path, dtype=torch.float32).eval()
-    for seed, name in enumerate(NAMES):
-        wrapped = with_adapter(wrapped, name, seed)
-    wrapped.save_pretrained(folder)
-    return wrapped, {name: str(folder / name) for name in NAMES}
+    return saved_adapters(trained_path, tmp_path_factory.mktemp("adapters"))
 
 
-@pytest.fixture(params=[False, True], ids=["generate", "continuous"])
+@pytest.fixture(params=[pytest.param(False, id="generate", marks=pytest.mark.slow),
+                        pytest.param(True, id="continuous")])
 def server(request, trained_path, stock):
     hf_paged.install()
     install_serving(stock[1])
@@ -48,23 +34,9 @@ def server(request, trained_path, stock):
         hf_paged.uninstall()
 
 
-def texts(stock, tokenizer, **options):
-    """What stock's `generate` makes under each adapter, and under none by the model's own id."""
-    wrapped = stock[0]
-    inputs = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-
-    def text(name):
-        made = wrapped.generate(**inputs, max_new_tokens=12, adapter_names=[name], **options)
-        return tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-    return {name: text(name) for name in (*NAMES, "__base__")}
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected(stock, trained_tokenizer):
-    found = texts(stock, trained_tokenizer)
-    assert len(set(found.values())) == 3
-    return found
+    return expected_answers(stock[0], trained_tokenizer)
 
 
 def ask(server, model, **options):
@@ -95,7 +67,7 @@ def test_every_endpoint_and_beams(server, stock, trained_tokenizer, expected):
     assert [choice.text for choice in made.choices] == [expected["red"]] * 2
     beams = json.dumps({"num_beams": 2, "max_new_tokens": 12, "eos_token_id": trained_tokenizer.eos_token_id})
     found = ask(server, "red", extra_body={"generation_config": beams})
-    assert found == texts(stock, trained_tokenizer, num_beams=2)["red"]
+    assert found == expected_answers(stock[0], trained_tokenizer, num_beams=2)["red"]
 
 
 def test_an_unknown_model_is_refused_with_what_there_is(server):

@@ -7,36 +7,25 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
+from serve_adapters import NAMES, QUESTION, expected_answers, saved_adapters
 from served_process import ServerProcess, openai
-from support import lookup_chat, lookup_facts
-from transformers import AutoModelForCausalLM
 
 pytest.importorskip("fastapi")
 pytest.importorskip("xgrammar", reason="of the extra `structured`")
-pytest.importorskip("peft", reason="an extra of the test environment")
-from lora_models import with_adapter
 
-FACTS = lookup_facts(12)
-QUESTION = lookup_chat(FACTS, next(iter(FACTS)))
+pytestmark = pytest.mark.slow  # a server in a process of its own; the core tier has that of test_ending.py
+
 POSITIONS, SECONDS, BYTES = 300, 1.0, 60_000
-NAMES = ("red", "blue")
 
 
 @pytest.fixture(scope="module")
-def wrapped(trained_path, tmp_path_factory):
-    """The trained model under two adapters, and where these are saved."""
-    folder = tmp_path_factory.mktemp("adapters")
-    model = AutoModelForCausalLM.from_pretrained(trained_path, dtype=torch.float32).eval()
-    for seed, name in enumerate(NAMES):
-        model = with_adapter(model, name, seed)
-    model.save_pretrained(folder)
-    return model, folder
+def saved(trained_path, tmp_path_factory):
+    return saved_adapters(trained_path, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
-def server(trained_path, wrapped, tmp_path_factory):
-    adapters = [argument for name in NAMES for argument in ("--adapter", f"{name}={wrapped[1] / name}")]
+def server(trained_path, saved, tmp_path_factory):
+    adapters = [argument for name, path in saved[1].items() for argument in ("--adapter", f"{name}={path}")]
     limits = [f"max_model_len={POSITIONS}", f"structured_max_seconds={SECONDS}", f"structured_max_bytes={BYTES}"]
     options = [argument for limit in limits for argument in ("--engine", limit)]
     server = ServerProcess(trained_path, "--continuous-batching", *adapters, *options,
@@ -128,15 +117,8 @@ def test_a_prompt_without_room_for_an_answer_is_refused(server, trained_tokenize
     assert time.monotonic() - began < 5
 
 
-def test_adapters_are_loaded_and_selected_by_their_names(server, wrapped, trained_tokenizer):
-    model = wrapped[0]
-    inputs = trained_tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt",
-                                                   return_dict=True)
-    expected = {}
-    for name in (*NAMES, "__base__"):
-        made = model.generate(**inputs, max_new_tokens=12, adapter_names=[name])
-        expected[name] = trained_tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert len({*expected.values()}) == 3
+def test_adapters_are_loaded_and_selected_by_their_names(server, saved, trained_tokenizer):
+    expected = expected_answers(saved[0], trained_tokenizer)
     with ThreadPoolExecutor(6) as pool:
         names = [*NAMES, "__base__"] * 2
         made = pool.map(lambda name: chat(server, None if name == "__base__" else name), names)

@@ -72,6 +72,7 @@ def test_a_json_schema(server, monkeypatch, stream):
     assert reason == "stop" and re.fullmatch("[a-z]{3,8}", made["name"]) and made["n"] in (1, 22)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("fields", "pattern"), [
     ({"guided_regex": "[0-9]{4}x"}, "[0-9]{4}x"), ({"guided_choice": ["left", "right"]}, "left|right"),
     ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
@@ -119,6 +120,7 @@ def test_what_cannot_be_compiled_is_a_400_that_says_why(server, fields, text):
         assert status == 400 and text in said["error"]["message"], said
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
 def test_settings_that_bar_all_that_the_form_allows_are_a_400_that_says_so(server, path, stream):
@@ -144,6 +146,7 @@ def test_choices_and_a_client_that_leaves(server):
     assert server.settles()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("choice", "names", "most"), [
     ({"type": "function", "function": {"name": "count"}}, {"count"}, 1), ("required", {"count", "look_up"}, 99),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
+
+import pytest
+from _pytest.mark import KeywordMatcher
+from _pytest.mark.expression import Expression
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,6 +26,20 @@ def test_the_text_of_each_occurs_once(tool):
 def test_the_tests_of_each_are_there(tool):
     files = {m.test_file for m in tool("package_mutations").PACKAGE_MUTATIONS}
     assert [name for name in files if not (ROOT / "tests" / name).exists()] == []
+
+
+def test_each_is_looked_for_by_a_test_of_the_core_tier(tool, request):
+    """The session holds what `make test` runs. Whether such a test notices the mutation, `mutate.py` shows."""
+    items = defaultdict(list)
+    for item in request.session.items:
+        items[str(item.path.relative_to(ROOT / "tests"))].append(item)
+    mutations = tool("package_mutations").PACKAGE_MUTATIONS
+    if missing := {m.test_file for m in mutations} - set(items):
+        pytest.skip(f"the session is a part of the suite: it has none of {len(missing)} files, {min(missing)} for one")
+    matchers = {name: [KeywordMatcher.from_item(item) for item in some] for name, some in items.items()}
+    unseen = [f"{m.test_file} -k {m.tests!r}" for m in mutations
+              if not any(map(Expression.compile(m.tests).evaluate, matchers[m.test_file]))]
+    assert unseen == []
 
 
 def test_no_name_is_given_twice(tool):

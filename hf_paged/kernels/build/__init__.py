@@ -1,1 +1,1 @@
-"""Compiling kernels: in threads and processes, ahead of their first launch."""
+"""Compiling kernels: side by side, ahead of their first launch, in processes of their own."""

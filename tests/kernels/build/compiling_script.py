@@ -1,4 +1,8 @@
-"""Kernels compiled side by side, without a GPU; run by `test_compiling.py`, which looks at what it prints."""
+"""Kernels compiled side by side, without a GPU: `test_compiling.py` names cases, and looks at what came of them.
+
+Each line of the input is the name of a case and a folder for what is compiled. The case runs in a fork of this process,
+which has imported torch and Triton for all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -222,11 +227,26 @@ def no_c_compiler() -> dict[str, Any]:
     return {**found, "ahead": type(error).__name__ if error else None, "tried": list(made)}
 
 
-if __name__ == "__main__":
+CASES = {case.__name__: case for case in (launches, zeros, failures, others, later, nested, disk, devices, hook, fork,
+                                          ahead, no_c_compiler)}
+
+
+def carry_out(name: str, folder: str) -> dict[str, Any]:
+    os.environ["TRITON_CACHE_DIR"] = folder
     pretend()
-    if sys.argv[1] not in ("disk", "failures", "ahead", "no_c_compiler"):
-        compile_nothing({"later": 0.1, "devices": 0.5}.get(sys.argv[1], 0.0))
-    cases = {"launches": launches, "zeros": zeros, "failures": failures, "others": others, "later": later,
-             "nested": nested, "disk": disk, "devices": devices, "hook": hook, "fork": fork, "ahead": ahead,
-             "no_c_compiler": no_c_compiler}
-    print(json.dumps(cases[sys.argv[1]]()))
+    if name not in ("disk", "failures", "ahead", "no_c_compiler"):
+        compile_nothing({"later": 0.1, "devices": 0.5}.get(name, 0.0))
+    return CASES[name]()
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        if not (child := os.fork()):
+            try:
+                print(json.dumps(carry_out(*line.split(maxsplit=1))), flush=True)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"the case {line.split()[0]} failed")

@@ -1,6 +1,7 @@
 """Kernels that a piece of work misses are compiled side by side, and launched as they would be without that.
 
-Each case runs in a process of its own, where Triton compiles for a GPU that is not there (`compiling_script.py`).
+Each case runs in a process of its own, where Triton compiles for a GPU that is not there (`compiling_script.py`); all
+are forks of one that has imported torch and Triton.
 """
 
 from __future__ import annotations
@@ -26,20 +27,31 @@ SCRIPT = Path(__file__).with_name("compiling_script.py")
 PACKAGE = Path(hf_paged.__file__).parent
 
 
-def run(script, folder, *arguments):
-    """What a script prints last."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [str(PACKAGE.parent), str(SCRIPT.parents[2]), environment.get("PYTHONPATH", "")]
-    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, script, *arguments], env=environment, capture_output=True, text=True,
-                          timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def environment():
+    """Of scripts: Triton does not interpret there, and they import the package and what tests share."""
+    paths = [str(PACKAGE.parent), str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")]
+    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return given | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return cache(lambda name: run(SCRIPT, tmp_path_factory.mktemp("cache"), name))
+    """What came of a case, by its name."""
+    errors = tmp_path_factory.mktemp("script") / "errors"
+    with errors.open("w") as stderr:
+        process = subprocess.Popen([sys.executable, SCRIPT], env=environment(), stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+    @cache
+    def carry_out(name):
+        print(name, tmp_path_factory.mktemp("cache"), file=process.stdin, flush=True)
+        line = process.stdout.readline()
+        assert line, errors.read_text()
+        return json.loads(line)
+
+    with process:
+        yield carry_out
+        process.stdin.close()
 
 
 def threads_of(case):
@@ -214,10 +226,12 @@ print(json.dumps([len(kernels), sum("params" in vars(one) for one in kernels), p
 """
 
 
+@pytest.mark.slow
 def test_on_a_cpu_no_kernel_is_read_and_triton_is_not_prepared(tmp_path):
-    script = tmp_path / "call.py"
-    script.write_text(CPU_CALL)
-    known, read, prepared = run(script, tmp_path)
+    own = environment() | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", CPU_CALL], env=own, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    known, read, prepared = json.loads(done.stdout.splitlines()[-1])
     assert (known > 20, read, prepared) == (True, 0, 0)
 
 

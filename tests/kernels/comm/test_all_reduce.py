@@ -90,6 +90,7 @@ def every_algorithm_but_few_of_eight(cases, of_eight):
     return [*every_pair(cases[:-1], ALGORITHMS), *every_pair(cases[-1:], of_eight)]
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("size", "shape", "dtype", "programs", "how"), every_algorithm_but_few_of_eight([
     pytest.param(2, (1, 40), torch.float16, 128), pytest.param(3, (17, 1111), torch.float16, 2),
@@ -110,6 +111,7 @@ def test_interpreted_sum(size, shape, dtype, programs, how, monkeypatch):
         assert not buffer[:SIGNAL_BYTES].any()
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("size", "rows", "width", "dtype", "with_residual", "programs", "how"),
                          every_algorithm_but_few_of_eight([
@@ -184,6 +186,7 @@ def test_a_way_for_a_tensor():
     assert choose_algorithm_for(torch.zeros(4, 64), mine) is None
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @every_algorithm
 @pytest.mark.parametrize("size", [2, 3])

@@ -60,6 +60,7 @@ def make(seed, rows, width, dtype, device, scale=1.0):
     return [t.to(dtype).to(device) for t in (x, residual, weight)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype", "width", "scale"), every_pair(
     RUNS, [1, 7, 64, 896, 1024, 2560, 5120, 8192], [1.0, 30.0]))
 def test_sum_and_norm(run, device, dtype, width, scale):
@@ -69,6 +70,7 @@ def test_sum_and_norm(run, device, dtype, width, scale):
     assert_normed(normed, summed, weight)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "lower", "kinds", "width"), every_pair(
     lower_runs(add_rms_norm_reference, add_rms_norm_triton, add_rms_norm),
     ["lower full full lower", "lower lower full lower", "full lower full lower", "lower full lower lower",
@@ -93,6 +95,7 @@ def test_dtypes_of_autocast(run, device, lower, kinds, width):
     assert_normed(normed, summed, weight, dtype=of_kind[wanted])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 @pytest.mark.parametrize("width", [96, 1024])
 def test_without_a_residual_the_sum_is_x(run, device, dtype, width):
@@ -102,6 +105,7 @@ def test_without_a_residual_the_sum_is_x(run, device, dtype, width):
     assert_normed(normed, x, weight)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 def test_values_at_the_edges(run, device, dtype):
     """Zeros, infinities, NaN, overflow of the sum and of the squares, the smallest normal numbers."""
@@ -128,6 +132,7 @@ def test_values_at_the_edges(run, device, dtype):
         torch.testing.assert_close(normed, stock, rtol=4 * info.eps, atol=0, equal_nan=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 def test_sums_at_rounding_ties(run, device, dtype):
     """x one to seven quarters of an ulp of the residual: half of them ties, which go to even."""
@@ -142,6 +147,7 @@ def test_sums_at_rounding_ties(run, device, dtype):
     assert_normed(normed, summed, weight)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 def test_weights_multiply_the_rounded_norm(run, device, dtype):
     """Rows of +-1 norm to +-1 exactly (eps 0): what comes out is the weight, whatever it is."""
@@ -153,6 +159,7 @@ def test_weights_multiply_the_rounded_norm(run, device, dtype):
     assert_equal(normed, weight * x)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 def test_no_rows(run, device, dtype):
     x, residual, weight = make(1, 0, 64, dtype, device)

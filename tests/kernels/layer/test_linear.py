@@ -54,6 +54,7 @@ def assert_rounded_once(actual, x, weight, bias=None):
     assert ((actual.double() - exact).abs() <= slack).all()
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("dtype", "config", "shape", "rows"),
                          every_pair(INTERPRETED, SMALL_GEMV, SHAPES, [0, 1, 3, 4]))
@@ -64,6 +65,7 @@ def test_without_tensor_cores(dtype, config, shape, rows):
     assert_rounded_once(linear_triton(x, weight, bias, config), x, weight, bias)
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("dtype", "config", "shape", "rows"),
                          every_pair(INTERPRETED, SMALL_DOT, SHAPES[:4], [0, 1, 3, 16, 17]))
@@ -74,6 +76,7 @@ def test_on_tensor_cores(dtype, config, shape, rows):
     assert_rounded_once(linear_triton(x, weight, bias, config), x, weight, bias)
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("dtype", "config", "shape", "rows"),
                          every_pair(INTERPRETED, SMALL_GEMV, [(6, 7), (64, 1024), (34, 520)], [0, 1, 3]))
@@ -84,6 +87,7 @@ def test_interpreted_silu_mul_after_it(dtype, config, shape, rows):
     torch.testing.assert_close(linear_silu_mul_triton(x, weight, config), separate, rtol=0, atol=0)
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("dtype", "shape", "rows"),
                          every_pair(INTERPRETED, [(6, 7), (64, 128), (98, 40)], [0, 1, 3, 17]))
@@ -146,6 +150,7 @@ def test_bad_arguments():
         linear_triton(torch.zeros(65, 4), weight, None, SMALL_DOT[0])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("outputs", [8, 1024, 1025, 4096, 6144, 16384, 151936])
 @pytest.mark.parametrize("width", [8, 1024, 2560, 4096])
 def test_the_chosen_kernel_takes_that_many_rows(outputs, width):

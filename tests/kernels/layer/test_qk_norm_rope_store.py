@@ -15,6 +15,7 @@ from hf_paged.kernels.layer.qk_norm_rope_store import (
 )
 
 pytestmark = [
+    pytest.mark.each_value,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities
     pytest.mark.usefixtures("guarded_outputs"),
 ]

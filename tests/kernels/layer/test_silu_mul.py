@@ -58,6 +58,7 @@ def test_reference(dtype, rows, width):
     assert_equal(silu_mul_reference(gate_up), stock(gate_up))
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter truncates to bfloat16
 @pytest.mark.parametrize(("rows", "width"), [(3, 1), (2, 100), (5, 1024), (2, 1030), (1, 3072)])

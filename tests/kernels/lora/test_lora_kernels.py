@@ -46,6 +46,7 @@ def check(case, shrink_config, expand_config, tolerance):
     torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance * 8)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(("dtype", "adapters"), [
     (torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
@@ -68,6 +69,7 @@ def test_ranks(rank):
     check(case, ShrinkConfig(16, 16, 32, 2, "tf32x3", 4, 2), ExpandConfig(16, 32, "tf32x3", 4), of_rank(rank))
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 64, 100, 300])
 @pytest.mark.parametrize("mixed", [False, True])
@@ -76,6 +78,7 @@ def test_rows(rows, mixed):
     check(case, ShrinkConfig(32, 16, 32, 3, "tf32x3", 4, 2), ExpandConfig(64, 16, "tf32x3", 4), 1e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("block_r", "rank"), [(16, 40), (32, 9), (64, 16), (64, 5), (64, 70)])
 @pytest.mark.parametrize("mixed", [False, True])
@@ -86,6 +89,7 @@ def test_tiles_of_several_adapters(block_r, rank, mixed):
     check(case, ShrinkConfig(16, block_r, 32, 2, "tf32x3", 4, 2), ExpandConfig(32, 16, "tf32x3", 4), of_rank(rank))
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize("members", [1, 2, 3])
 @pytest.mark.parametrize("splits", [1, 4, 8])
@@ -131,6 +135,7 @@ def test_with_silu_behind_it(mixed):
     torch.testing.assert_close(plain.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize("rank", [3, 16, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
