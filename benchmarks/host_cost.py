@@ -23,7 +23,7 @@ from transformers import GenerationConfig, Qwen3ForCausalLM
 from workloads import qwen3_config
 
 from hf_paged import PagedGenerator
-from hf_paged.engine.core import EngineCore
+from hf_paged.engine.loop import EngineCore
 from hf_paged.integration.requests import Call, wanted
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 

@@ -29,6 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from workloads import qwen3
 
 from hf_paged import PagedGenerator
+from hf_paged.engine.features.drafts import Speculation
 from hf_paged.engine.observer import Committed, Launched
 
 DRAFTS = 7
@@ -83,7 +84,7 @@ class Clock:
 
 def remember(generator: PagedGenerator, prompts: list[list[int]], outputs: list[list[int]], one_of: int) -> None:
     """Let these outputs be all that the engine knows of earlier rollouts, with one token of `one_of` replaced."""
-    drawn, rollouts = random.Random(2), generator.engine._core.speculation._rollouts
+    drawn, rollouts = random.Random(2), generator.engine._core.features[Speculation]._rollouts
     rollouts.forget()
     for prompt, output in zip(prompts, outputs, strict=True):
         text = [drawn.randrange(1, 4000) if one_of and not drawn.randrange(one_of) else token for token in output]

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from workloads import WORKLOADS, Workload, generation_configs, limits
 
 from hf_paged import PagedGenerator
-from hf_paged.engine.core import EngineCore
+from hf_paged.engine.loop import EngineCore
 from hf_paged.scheduler import Scheduler
 
 

@@ -306,7 +306,7 @@ def test_multibyte_characters_are_held_back_until_whole():
     """Tokens of a byte-level tokenizer cut characters in pieces; no piece of text may end in a replacement mark."""
     tokenizer = byte_tokenizer()
     ids = tokenizer("aé漢🙂z")["input_ids"]
-    from hf_paged.engine.detokenizer import TextStream
+    from hf_paged.engine.text import TextStream
 
     for sequence in (ids, ids + [tokenizer("漢")["input_ids"][0]]):
         stream = TextStream(tokenizer)

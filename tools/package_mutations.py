@@ -32,7 +32,8 @@ BOARD, REQUESTS_FILE, MANAGER = (f"{BATCHING}/{name}.py" for name in ("board", "
 OPTIONS_TESTS = "integration/test_generate_options.py"
 FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
 LOCKSTEP_TESTS = "integration/test_stock_loop.py"
-BATCH, BATCH_TESTS, CORE = "engine/lockstep.py", "engine/test_lockstep.py", "engine/core.py"
+BATCH, BATCH_TESTS, LOOP = "engine/lockstep.py", "engine/test_lockstep.py", "engine/loop.py"
+STATE, PREPARED = "engine/engine_state.py", "engine/prepared_model.py"
 FACTS, FACTS_TESTS = "guards/facts.py", "guards/test_facts.py"
 GRAPHS_TESTS, PADDED = "runner/test_graphs.py", "runner/padded_steps.py"
 VIRTUAL, VIRTUAL_TESTS = "device/virtual_memory.py", "device/test_virtual_memory.py"
@@ -183,7 +184,8 @@ INTEGRATION = [
 
 # What a fork, another tokenizer, or memory that moved must not leave behind.
 STALENESS = [
-    PackageMutation("engine/stopping.py", "return id(tokenizer), size,", "return id(tokenizer),", "test_generator.py",
+    PackageMutation("engine/stop_rules.py", "return id(tokenizer), size,", "return id(tokenizer),",
+                    "test_generator.py",
                     "tokens_that_are_added"),
     PackageMutation("engine/fair_lock.py", "        self.rlock = threading.RLock()\n        return True\n",
                     "        return True\n", "test_at_fork.py", "every_lock"),
@@ -230,20 +232,22 @@ FAILING_TESTS, TABLE, TABLE_TESTS = (
     "engine/test_failing_requests.py", "engine/request_table.py", "engine/test_request_table.py")
 REQUESTS = [
     PackageMutation(TABLE, "            self._arrivals.pop(request.request_id, None)\n", "", TABLE_TESTS, "no_part"),
-    PackageMutation(TABLE, "        return self._by_id.get(request.request_id) is request",
+    PackageMutation(TABLE, "        return self._by_id.get(request.sequence.request_id) is request",
                     "        return request.request_id in self._by_id", TABLE_TESTS, "next_one_of_its_id"),
-    PackageMutation("engine/core.py", "self.dirty, self.stepping_thread = True, threading.get_ident()\n        try:\n"
+    PackageMutation(STATE, "self.dirty, self.stepping_thread = True, threading.get_ident()\n        try:\n"
                     "            yield", "pass\n        try:\n            yield", TABLE_TESTS, "interrupted_ends"),
-    PackageMutation("engine/core.py", "            return\n        if error is not None:\n",
+    PackageMutation(STATE, "            return\n        if error is not None:\n",
                     "            pass\n        if error is not None:\n", TABLE_TESTS, "again_changes"),
     PackageMutation("engine/engine.py", "self.after_step(lambda: self._carry_out(End(",
                     "(lambda do: do())(lambda: self._carry_out(End(", TABLE_TESTS, "a_tokenizer"),
-    PackageMutation("engine/core.py", "            action(*args)\n        except Exception as error:",
-                    "            action(*args)\n        except ZeroDivisionError as error:", FAILING_TESTS, "emit"),
-    PackageMutation("engine/core.py",
+    PackageMutation("engine/features/feature_set.py",
+                    "            return action(*args)\n        except Exception as error:",
+                    "            return action(*args)\n        except ZeroDivisionError as error:", FAILING_TESTS,
+                    "hook and Streaming"),
+    PackageMutation(LOOP,
                     "return request if request is not None and request.sequence is sequence else None",
                     "return request", FAILING_TESTS, "ran_ahead"),
-    PackageMutation("engine/stopping.py", "        if len(watched) == 1:\n", "        if True:\n",
+    PackageMutation("engine/features/stop_rules.py", "            if len(group) == 1:\n", "            if True:\n",
                     "engine/test_stopping.py", "one_row_ends_that_row"),
     PackageMutation("integration/continuous_batching/worker.py",
                     "            if not self._running and not self._arrived:\n",
@@ -256,11 +260,11 @@ REQUESTS = [
 # Weights that change while requests run, requests that go on, and kinds of log-probabilities.
 UPDATE_TESTS, CONTINUED_TESTS = "engine/test_weight_update.py", "options/test_continued.py"
 UPDATES = [
-    PackageMutation(CORE, "scheduler.preempt_all(but_keepers=True)", "scheduler.preempt_all()", UPDATE_TESTS,
+    PackageMutation(PREPARED, "scheduler.preempt_all(but_keepers=True)", "scheduler.preempt_all()", UPDATE_TESTS,
                     "own_way"),
-    PackageMutation(CORE, "                self._leave_old_model(self.scheduler)\n", "                pass\n",
+    PackageMutation(PREPARED, "                self._leave_old_model(self.scheduler)\n", "                pass\n",
                     UPDATE_TESTS, "own_way"),
-    PackageMutation(CORE, "                    self._executor.refresh(None)\n", "                    pass\n",
+    PackageMutation(PREPARED, "                    self._executor.refresh(None)\n", "                    pass\n",
                     UPDATE_TESTS, "copies_of"),
     PackageMutation("engine/lockstep.py", "            sequence.is_mixed = True\n", "            pass\n", UPDATE_TESTS,
                     "in_lockstep"),
@@ -268,9 +272,10 @@ UPDATES = [
                     UPDATE_TESTS, "stays_while_nothing"),
     PackageMutation("engine/session.py", "output_token_ids=made,\n", "\n", CONTINUED_TESTS,
                     "preempted_and_interrupted"),
-    PackageMutation("engine/session.py", "kind == self.logprobs_kind", "True", "engine/test_log_probs.py",
-                    "kinds_meet"),
-    PackageMutation("engine/stopping.py", "            key = self.push(token)\n", "            pass\n", CONTINUED_TESTS,
+    PackageMutation("engine/features/log_probs.py", "self._numbers(step, request.logprobs_kind)",
+                    "self._numbers(step, min(step.handle.logprobs))", "engine/test_log_probs.py", "kinds_meet"),
+    PackageMutation("engine/stop_rules.py", "            self.push(token)\n", "            pass\n",
+                    CONTINUED_TESTS,
                     "stop_strings"),
     PackageMutation("engine/engine.py", "            seed = before.seed\n", "            pass\n", CONTINUED_TESTS,
                     "cached_blocks"),
@@ -330,7 +335,7 @@ RECOGNITION = [
 NAMES_TESTS, ADAPTER_TESTS = "integration/test_adapter_names.py", "engine/test_adapters.py"
 # LoRA adapters of rows.
 ADAPTERS = [
-    PackageMutation("engine/core.py", "keys[name] = self._executor.state_key(name)", "keys[name] = state_key",
+    PackageMutation(PREPARED, "keys[name] = self._executor.state_key(name)", "keys[name] = state_key",
                     ADAPTER_TESTS, "only_rows_of_the_same"),
     PackageMutation("models/base.py", "digest + hashlib.sha256(b\"adapter:\" + adapter.encode(\"utf-8\", "
                     "\"surrogatepass\")).digest()", "digest", ADAPTER_TESTS, "that_come_while"),
@@ -338,9 +343,9 @@ ADAPTERS = [
                     "state = look.state", ADAPTER_TESTS, "only_rows_of_the_same"),
     PackageMutation("runner/adapter_slots.py", "            self._send(list(self._names))\n", "", ADAPTER_TESTS,
                     "when_another_adapter_comes"),
-    PackageMutation("engine/core.py", "if self._any_adapter and not self._adapter_counts.hold():", "if False:",
+    PackageMutation("engine/features/adapters.py", "if self._counts.hold():", "if True:",
                     ADAPTER_TESTS, "does_not_stream"),
-    PackageMutation("engine/core.py", "                self._end_without_adapter(arrivals)\n", "                pass\n",
+    PackageMutation(PREPARED, "            self._end_unfit(arrivals)\n", "            pass\n",
                     ADAPTER_TESTS, "gone_before_its_request"),
     PackageMutation(PADDED, "adapters = self._state.adapters.of(rows[0]) if shape.named else None", "adapters = None",
                     GRAPHS_TESTS, "name_adapters"),
@@ -360,7 +365,7 @@ ADAPTERS = [
                     "models/test_replica.py", "inside_of_gathered"),
     PackageMutation(LATE, "rows_under(model, self._adapters)", "rows_under(model, [])",
                     NAMES_TESTS, "cache_under_autocast"),
-    PackageMutation(CORE, 'self._state_key = b""  # whatever', 'pass  # whatever',
+    PackageMutation(PREPARED, 'self._state_key = b""  # whatever', 'pass  # whatever',
                     "engine/test_weight_update.py", "version_of_their_own"),
     PackageMutation("guards/adapter_hooks.py", "any(names != found[0] for names in found)", "False", NAMES_TESTS,
                     "of_two_calls"),
@@ -379,16 +384,17 @@ JOINED = [
     PackageMutation(BATCH, "        self._take_back()\n        self._places = None\n", "        self._places = None\n",
                     BATCH_TESTS, "planned_ahead"),
     PackageMutation(BATCH, "or self._is_reordered or", "or", BATCH_TESTS, "planned_ahead"),
-    PackageMutation(CORE, "if (last is not None and last[0].completion is not None) or not request", "if not request",
+    PackageMutation(STATE, "if (last is not None and last[0].completion is not None) or not request", "if not request",
                     "engine/test_interrupts.py", "not_given_out_again"),
     PackageMutation("engine/engine.py", "self._core.recover_if_dirty()  # which", "pass  # which",
                     "engine/test_interrupts.py", "not_given_out_again"),
     PackageMutation("engine/lockstep.py", "        self._count, self._answer = self._count + num_new, logits",
                     "        self._count += num_new\n        self._answer = logits.view_as(logits)",
                     "engine/test_interrupts.py", "get_everything_once"),
-    PackageMutation(CORE, ") or not request.is_open:", "):", "engine/test_interrupts.py",
+    PackageMutation(STATE, ") or not request.is_open:", "):", "engine/test_interrupts.py",
                     "half_added"),
-    PackageMutation(CORE, "        if len(joining) == 1 and not self.requests:\n", "        if False:\n",
+    PackageMutation("engine/features/lockstep.py", "        if len(joining) == 1 and not self._core.requests:\n",
+                    "        if False:\n",
                     GRAPHS_TESTS, "sent_while"),
     PackageMutation("runner/graphs.py", "is not None:\n            self._send(captured, padded.inputs)\n"
                     "            self._ready",
@@ -435,7 +441,7 @@ MODELS = [
 ]
 
 
-FIELDS_FILE, STOPS = "server/fields.py", "engine/stop_texts.py"
+FIELDS_FILE, STOPS = "server/fields.py", "engine/text.py"
 ANSWERS, CHOICES = "server/answers.py", "server/choices.py"
 FIELDS_TESTS, STOPS_TESTS = "server/test_fields.py", "engine/test_stop_texts.py"
 ANSWERS_TESTS, BATCHED_TESTS = "server/test_answers.py", "server/test_batched_answers.py"
@@ -458,14 +464,15 @@ SERVER = [
                     ANSWERS_TESTS, "all_else_is_refused"),
     PackageMutation(STOPS, "        self._held = text[start:]\n        return text[:start]\n",
                     "        return text\n", STOPS_TESTS, "pieces_join"),
-    PackageMutation(STOPS, "            end, start = min(found)", "            end, start = max(found)", STOPS_TESTS,
+    PackageMutation(STOPS, "            end, start, self.met = min(found)",
+                    "            end, start, self.met = max(found)", STOPS_TESTS,
                     "pieces_join"),
     PackageMutation(ANSWERS, "for index in range(self.wishes.n or 1)]", "for index in range(1)]", ANSWERS_TESTS,
                     "choices_are and continuous and whole"),
     PackageMutation(CHOICES, "if is_met or reason in (\"eos\", \"stop\"):", "if False:", STOPS_TESTS,
                     "last_token"),
-    PackageMutation("engine/stopping.py", 'return "stop" if any(stop in text for stop in self._texts) else None',
-                    "return None", "engine/test_stopping.py", "text"),
+    PackageMutation("engine/stop_rules.py", "        self.is_met = self._watch.is_met\n",
+                    "", "engine/test_stopping.py", "text"),
     PackageMutation(f"{BATCHING}/worker.py", "                stop = stop_rule(self._engine, settings, request)\n",
                     "                stop = None\n", BATCHED_TESTS, "runs_in_the_batch"),
 ]
@@ -764,13 +771,15 @@ AUTOCAST = [
                     "models/test_precision.py", "wrapper"),
     PackageMutation("models/base.py", "None if cast is None or self.look().dtypes == {cast} else cast", "cast",
                     "models/test_precision.py", "all_weights_are"),
-    PackageMutation(CORE, "        if self.requests or self.batches:\n            return False\n        self._executor",
+    PackageMutation(PREPARED,
+                    "        if self.requests or self.batches:\n            return False\n        self._executor",
                     "        self._executor", AUTOCAST_TESTS, "beside_others"),
-    PackageMutation(CORE, "                if self._executor.has_copies:  # what", "                if False:  # what",
+    PackageMutation(PREPARED, "                if self._executor.has_copies:  # what",
+                    "                if False:  # what",
                     AUTOCAST_TESTS, "while_others_run"),
-    PackageMutation(CORE, "            if not self._executor.copies_are_stale():\n                return False\n",
+    PackageMutation(PREPARED, "            if not self._executor.copies_are_stale():\n                return False\n",
                     "            if True:\n                return False\n", AUTOCAST_TESTS, "processor_changes"),
-    PackageMutation(CORE, "            self._executor.refresh(self._guard.latest)\n", "            pass\n",
+    PackageMutation(PREPARED, "            self._executor.refresh(self._guard.latest)\n", "            pass\n",
                     AUTOCAST_TESTS, "between_calls"),
     PackageMutation(LOCKSTEP, "        if rounds_cache:\n", "        if False:\n", AUTOCAST_TESTS, "scores_and_logits"),
     PackageMutation(GENERATE, "    autocast = engine.autocast_of_call()\n", "    autocast = None\n", AUTOCAST_TESTS,
@@ -796,7 +805,7 @@ POOL = [
     PackageMutation("runner/device.py", "for size in (self._released_blocks, FIRST_POOL_BLOCKS)",
                     "for size in (self._released_blocks,)", POOL_TESTS, "starts_small"),
     PackageMutation("models/fused.py", "        self._copied.take_back()\n", "", POOL_TESTS, "copies_of_weights"),
-    PackageMutation(CORE, "        self._forget_pool()\n        self.pool.release()\n",
+    PackageMutation(STATE, "        self._forget_pool()\n        self.pool.release()\n",
                     "        self.pool.release()\n", POOL_TESTS, "captures_nothing"),
 ]
 
@@ -832,20 +841,26 @@ STRUCTURED = [
                     "stocks_tokens"),
     PackageMutation("runner/request_state.py", "logits.clone() if RAW in logprobs else logits", "logits", FORMED_TESTS,
                     "stocks_distribution"),
-    PackageMutation(CORE, "            self._match(plan, result.accepted, tokens)\n", "            pass\n",
+    PackageMutation("engine/features/grammars.py", "        self._match(request, step.token_list[row])\n",
+                    "        pass\n",
                     FORMED_TESTS, "stocks_tokens"),
-    PackageMutation(CORE, "                if is_open and request.matcher.is_over:\n", "                if False:\n",
+    PackageMutation("engine/features/grammars.py", "return \"stop\" if request.error is None and",
+                    "return \"stop\" if False and",
                     FORMED_TESTS, "without_an_eos"),
-    PackageMutation("engine/session.py", "        self._match_anew(made)\n", "", FORMED_TESTS, "interrupt"),
-    PackageMutation("engine/session.py", "(self.matcher.accept(token) if went_on is None else went_on)",
-                    "self.matcher.accept(token)", FORMED_TESTS, "not_for_their_commit"),
-    PackageMutation("engine/form_rows.py", "                request.went_on = error\n", "                raise\n",
+    PackageMutation("engine/features/grammars.py", "            self._match(request, token)\n", "            pass\n",
+                    FORMED_TESTS, "interrupt"),
+    PackageMutation("engine/features/grammars.py",
+                    "(request.matcher.accept(token) if went_on is None else went_on)", "request.matcher.accept(token)",
+                    FORMED_TESTS, "not_for_their_commit"),
+    PackageMutation("engine/features/grammars.py", "                request.went_on = error\n",
+                    "                raise\n",
                     FORMED_TESTS, "refuses_a_token"),
     PackageMutation(PADDED, "rows, items, parts), rows.clone()", "rows, items, parts), rows", "runner/test_graphs.py",
                     "graph_of_their_own"),
     PackageMutation("runner/graphs.py", "if step.memory != (self._memory(), self.num_dropped):", "if False:",
                     "runner/test_graphs.py", "memory_may_move"),
-    PackageMutation("engine/form_rows.py", "                if request is None:\n", "                if False:\n",
+    PackageMutation("engine/features/grammars.py", "                if request is None:\n",
+                    "                if False:\n",
                     "engine/test_form_rows.py", "unless_that_is_gone"),
     PackageMutation("runner/graphs.py", "self._sent_lines = None  # an interrupt", "pass  # an interrupt",
                     GRAPHS_TESTS, "interrupt_while_lines"),
@@ -881,7 +896,7 @@ STRUCTURED = [
                     "engine/test_form_compilers.py", "no_caller_waits"),
     PackageMutation("engine/grammars.py", "            compilation = self._open.get(key)\n",
                     "            compilation = None\n", "engine/test_form_compilers.py", "compiled_once"),
-    PackageMutation(CORE, " - self._num_taken(request.sequence)", "", FORMED_TESTS, "hands_out_no_token"),
+    PackageMutation(STATE, " - self._num_taken(request.sequence)", "", FORMED_TESTS, "hands_out_no_token"),
     PackageMutation("server/ending.py", "            if self.should_exit:\n", "            if False:\n",
                     "server/test_ending.py", "second_signal"),
     PackageMutation("integration/load_adapters.py", "active.get(id(layer), [])", "[name]",
@@ -891,8 +906,8 @@ STRUCTURED = [
 # What watches an engine, and calls that are awaited.
 OBSERVER_TESTS, DRIVER, ASYNC_TESTS = "engine/test_observer.py", "engine/driver.py", "test_generator_async.py"
 AWAITED = [
-    PackageMutation(CORE, "            batch.give_back()\n        self._tell_of_new_start()\n",
-                    "            batch.give_back()\n", OBSERVER_TESTS, "launch_that_raises"),
+    PackageMutation(LOOP, "        self._joining.give_back(joining)\n        self._tell_of_new_start()\n",
+                    "        self._joining.give_back(joining)\n", OBSERVER_TESTS, "launch_that_raises"),
     PackageMutation("engine/observer.py", "                self.remove(observer)\n", "", OBSERVER_TESTS, "is_dropped"),
     PackageMutation(DRIVER, "            self._calls.remove(call)\n            self._end_requests(call)\n",
                     "            self._calls.remove(call)\n", ASYNC_TESTS, "within_a_step"),
@@ -905,7 +920,7 @@ AWAITED = [
                     ASYNC_TESTS, "all_copies"),
 ]
 
-OPTIONS, TOPS, ENDINGS = "engine/test_request_options.py", "sampling/top_log_probs.py", "engine/endings.py"
+OPTIONS, TOPS, ENDINGS = "engine/test_request_options.py", "sampling/top_log_probs.py", "engine/text.py"
 SHARED = "options/test_settings_reader.py"
 
 ASKED_OF_REQUESTS = [  # besides a GenerationConfig
@@ -913,10 +928,11 @@ ASKED_OF_REQUESTS = [  # besides a GenerationConfig
                     "sampling/test_edits.py", "stage_alone"),
     PackageMutation("sampling/edit_reference.py", "inside = (at >= table.prompt_length[slots][:, None]) &",
                     "inside = (at >= 0) &", OPTIONS, "those_of_the_definition"),
-    PackageMutation(CORE, "in self._table.late():", "in ():", OPTIONS,
+    PackageMutation(LOOP, "in self.features.due() if", "in () if", OPTIONS,
                     "time_is_over"),
-    PackageMutation(TABLE, "            self._deadlines.pop(request.request_id, None)\n", "            pass\n", OPTIONS,
-                    "time_counts_once"),
+    PackageMutation("engine/features/deadlines.py", "                deadlines.append(request.deadline)\n",
+                    "                pass\n",
+                    TABLE_TESTS, "times_that"),
     PackageMutation("scheduler/scheduler.py", "done and seq.max_new_tokens > 0", "done", OPTIONS, "nothing_is_drawn"),
     PackageMutation("integration/best_of.py", "0.0 if known is None else -known", "0.0 if known is None else known",
                     OPTIONS, "best_of_the_candidates"),
@@ -937,7 +953,7 @@ ASKED_OF_REQUESTS = [  # besides a GenerationConfig
                     "sampling/test_top_log_probs.py", "without_edits"),
     PackageMutation(TOPS, "values[:, :1].float() + best[:, None]", "values[:, :1].float()",
                     "sampling/test_top_log_probs.py", "best_of_plain_rows"),
-    PackageMutation("engine/log_probs.py", "widest = max(tops,", "widest = min(tops,",
+    PackageMutation("engine/features/log_probs.py", "widest = max(tops,", "widest = min(tops,",
                     "engine/test_likeliest_tokens.py", "prompts_have_theirs"),
     PackageMutation(ENDINGS, "and token_ids[-1] in self.stop_token_ids", "and not self.stop_token_ids",
                     "engine/test_endings.py", "stop_token_ends"),
@@ -989,7 +1005,7 @@ MISSING_KERNELS = [
     PackageMutation("runner/model_runner.py", "        parts, ends = self.attention.parts(",
                     "        self._count_reads(plan)\n        parts, ends = self.attention.parts(", REPEATED_TESTS,
                     "run_again"),
-    PackageMutation("engine/session.py", "else self.logprobs[:count]", "else self.logprobs",
+    PackageMutation("engine/features/log_probs.py", "else request.logprobs[:count]", "else request.logprobs",
                     "engine/test_interrupts.py", "get_everything_once"),
     PackageMutation(COMPILING, "with _dry(self), suppress(Exception), _Zeros():",
                     "with _dry(self), suppress(Exception):", COMPILING_TESTS, "zeros"),
@@ -1067,7 +1083,7 @@ OVER_RANKS = [
 ]
 
 # Guesses at what follows.
-INDEX, GUESSES, GUESSES_TESTS = "engine/token_index.py", "engine/speculation.py", "engine/test_speculation.py"
+INDEX, GUESSES, GUESSES_TESTS = "engine/token_index.py", "engine/features/drafts.py", "engine/test_speculation.py"
 INDEX_TESTS, LOOKUP_TESTS = "engine/test_token_index.py", "integration/test_prompt_lookup.py"
 GUESSING = [
     PackageMutation(INDEX, "if count > common:\n", "if best is None and count > common:\n", INDEX_TESTS,
@@ -1083,28 +1099,32 @@ GUESSING = [
                     "more_than_they_cost"),
     PackageMutation(GUESSES, "max(MOST_OF_PROMPT, len(prompt) + MOST_OF_PROMPT // 2)", "MOST_OF_PROMPT", GUESSES_TESTS,
                     "read_once"),
-    PackageMutation(CORE, "        self._table.add(request,", "        self.speculation.add(request)\n"
-                    "        self._table.add(request,", GUESSES_TESTS, "requests_that_wait"),
+    PackageMutation(GUESSES, "        request.draft_tokens = request.settings.draft_tokens\n",
+                    "        request.draft_tokens = request.settings.draft_tokens\n        self.started(request)\n",
+                    GUESSES_TESTS, "requests_that_wait"),
     PackageMutation(GUESSES, ".digest() + salt", ".digest()", GUESSES_TESTS, "one_prompt_and_salt"),
     PackageMutation("runner/model_runner.py", "            self.state.set_tokens(slots, places, tokens[:, None])\n", "",
                     GUESSES_TESTS, "change_no_token and greedy"),
-    PackageMutation("engine/session.py", "        made = old.output_token_ids[:count]\n",
-                    "        made = old.output_token_ids[:0]\n", GUESSES_TESTS, "not_streamed_again"),
+    PackageMutation(STATE, "request.sequence.output_token_ids[: request.num_emitted]",
+                    "request.sequence.output_token_ids[:0]", GUESSES_TESTS, "not_streamed_again"),
     PackageMutation("runner/graphs.py", "self.drop()\n            if self.steps",
                     "self.drop()\n            self._memory_signature = signature\n            if self.steps",
                     GRAPHS_TESTS, "learn_again"),
-    PackageMutation("engine/core.py", "        if self.weights_in_doubt:\n", "        if False:\n", UPDATE_TESTS,
+    PackageMutation(PREPARED, "        if self.weights_in_doubt:\n", "        if False:\n", UPDATE_TESTS,
                     "wherever_the_end"),
     PackageMutation("engine/engine.py", "self._core.dirty |= batch.rows is not None", "pass", BATCH_TESTS,
                     "gives_its_blocks_back"),
-    PackageMutation("engine/session.py", "first_of(self.version_runs, count)", "[]", UPDATE_TESTS,
+    PackageMutation("engine/features/versions.py", "first_of(request.version_runs, len(made))", "[]", UPDATE_TESTS,
                     "were_streamed_stay"),
-    PackageMutation("engine/session.py", "self.logprobs[len(self.top_logprobs)]", "self.logprobs[-1]", GUESSES_TESTS,
+    PackageMutation("engine/features/log_probs.py", "request.logprobs[len(request.top_logprobs)]",
+                    "request.logprobs[-1]", GUESSES_TESTS,
                     "change_no_token"),
-    PackageMutation(CORE, "_config.speculation and grammar is None and not", "_config.speculation and not",
+    PackageMutation(GUESSES, " and request.grammar is None and settings.structured is None)", ")",
                     GUESSES_TESTS, "under_a_grammar_guess_nothing"),
-    PackageMutation(CORE, "[row for row, _ in stopped.values()]", "()", GUESSES_TESTS, "among_accepted_guesses"),
-    PackageMutation(CORE, "if key not in found and len(rows) > 1}", "if False}", GUESSES_TESTS,
+    PackageMutation(LOOP, "() if step is None else features.ends(step)", "step and features.ends(step) and ()",
+                    GUESSES_TESTS, "among_accepted_guesses"),
+    PackageMutation("engine/features/stop_rules.py", "for key, rows in waiting.items() if len(rows) > 1\n",
+                    "for key, rows in waiting.items() if False\n", GUESSES_TESTS,
                     "among_accepted_guesses"),
     PackageMutation(GENERATE, "        if request.stop is not None or request.grammar", "        if request.grammar",
                     LOOKUP_TESTS, "once_a_draft"),
@@ -1153,11 +1173,63 @@ FROZEN_HEAP = [
             self._core.note_use()""", """                self._deferred.pop()()
         finally:
             pass""", HEAP_TESTS, "call_in_lockstep"),
-    PackageMutation(CORE, "        if not self.requests:\n            self._pace.rest()\n",
-                    "        self.note_use()\n        if not self.requests:\n            self._pace.rest()\n",
+    PackageMutation(LOOP, "        if not self._joining.may_join():\n",
+                    "        self.note_use()\n        if not self._joining.may_join():\n",
                     HEAP_TESTS, "once_the_device"),
-    PackageMutation(CORE, "                self.note_use()  # a look", "                pass  # a look", HEAP_TESTS,
+    PackageMutation(LOOP, "                self.note_use()  # a look", "                pass  # a look", HEAP_TESTS,
                     "once_the_device"),
+]
+
+FEATURES, FEATURES_TESTS = "engine/features/feature_set.py", "engine/test_features.py"
+# One for each hook: the place where it is called.
+FEATURE_HOOKS = [
+    PackageMutation(FEATURES, "            feature.admit(request)\n", "            pass\n", FAILING_TESTS,
+                    "LogProbs-take"),
+    PackageMutation(FEATURES, "ends |= bool(feature.start_over(request, made))", "pass", FAILING_TESTS,
+                    "Text-start_over"),
+    PackageMutation(FEATURES, "self.attempt(request, feature.started, request)", "pass", FAILING_TESTS,
+                    "Speculation-started"),
+    PackageMutation(FEATURES, "self.attempt(request, feature.leave, request)", "pass", FAILING_TESTS,
+                    "Speculation-leave"),
+    PackageMutation(FEATURES, "self.attempt(request, feature.leave, request)", "feature.leave(request)", FAILING_TESTS,
+                    "Speculation-leave"),
+    PackageMutation(FEATURES, "in self.having[\"due\"] for request in feature.due()", "in () for request in ()",
+                    OPTIONS,
+                    "time_is_over"),
+    PackageMutation(FEATURES, "any(feature.model_may_differ() for", "any(False for", ADAPTER_TESTS, "does_not_stream"),
+    PackageMutation(FEATURES, "                feature.prepared()\n", "                pass\n", ADAPTER_TESTS,
+                    "does_not_stream"),
+    PackageMutation(FEATURES, "for found in feature.unfit(requests)", "for found in ()", ADAPTER_TESTS,
+                    "gone_before_its_request"),
+    PackageMutation(FEATURES, "if drafts := feature.drafts(num_running, device_type):", "if drafts := NO_DRAFTS:",
+                    "engine/test_speculation.py", "earlier_request_made"),
+    PackageMutation(FEATURES, "            wanted = feature.before(plan, wanted)\n", "            pass\n",
+                    FAILING_TESTS,
+                    "LogProbs-_span"),
+    PackageMutation(FEATURES, "if feature.samples_late(plan)", "if False", "engine/test_structured.py",
+                    "stocks_tokens"),
+    PackageMutation(FEATURES, "for row in feature.ends(step, sampled)", "for row in ()", FAILING_TESTS,
+                    "StopRules-_note"),
+    PackageMutation(FEATURES, "self.attempt(request, feature.take, request, step, row)", "None", FAILING_TESTS,
+                    "Streaming-take"),
+    PackageMutation(FEATURES, "                feature.committed(step, rows)\n", "                pass\n",
+                    FAILING_TESTS,
+                    "LogProbs-_take_prompt"),
+    PackageMutation(FEATURES, "self.attempt(request, feature.weights_changed, request, version)", "pass", UPDATE_TESTS,
+                    "own_way"),
+    PackageMutation(FEATURES, "                feature.lose_steps()\n", "                pass\n",
+                    "engine/test_interrupts.py", "no_thread_writes"),
+    PackageMutation(FEATURES, "                feature.forget()\n", "                pass\n",
+                    "engine/test_speculation.py", "earlier_request_made"),
+    PackageMutation("engine/features/streaming.py", "feature.stream(request, step, row, fields)", "pass", FAILING_TESTS,
+                    "LogProbs-stream"),
+    PackageMutation("engine/session.py", "feature.complete(self, last)", "pass", FAILING_TESTS, "LogProbs-complete"),
+    PackageMutation(FEATURES, "for feature in self._all if feature.requests])", "for feature in self._all])",
+                    FEATURES_TESTS, "brings_its_hooks"),
+    PackageMutation(FEATURES, "for feature in self._all if feature.uses(request)])", "for feature in self._all])",
+                    FEATURES_TESTS, "meets_the_features"),
+    PackageMutation(FEATURES, "                self.remove(request)\n        for request in kept",
+                    "                pass\n        for request in kept", FEATURES_TESTS, "holds_the_requests"),
 ]
 
 PACKAGE_MUTATIONS = [

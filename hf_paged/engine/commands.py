@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from hf_paged.device.cuda import empty_cache
-from hf_paged.engine.core import EngineCore
 from hf_paged.engine.interrupts import held_back
+from hf_paged.engine.loop import EngineCore
 from hf_paged.engine.session import NewRequest, Request, Session
 from hf_paged.engine.weight_transfer import receive
 from hf_paged.errors import EngineClosedError, WorkerDiedError
@@ -223,7 +223,7 @@ class CommandQueue:
         elif isinstance(command, Build):
             core.scheduler_or_build()
         elif isinstance(command, ResetCache):
-            core.speculation.forget()
+            core.features.forget()
             return core.scheduler.reset_prefix_cache() if core.scheduler else True
         elif isinstance(command, UseVocabulary):
             core.grammars.share(command.vocabulary)

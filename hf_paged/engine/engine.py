@@ -35,14 +35,14 @@ from hf_paged.engine.commands import (
     ResetCache,
     UseVocabulary,
 )
-from hf_paged.engine.core import EngineCore
 from hf_paged.engine.fair_lock import FairLock
 from hf_paged.engine.grammars import NO_TOKENIZER
 from hf_paged.engine.lockstep import LockstepBatch
+from hf_paged.engine.loop import EngineCore
 from hf_paged.engine.matchers import XGrammar
 from hf_paged.engine.observer import Observer
 from hf_paged.engine.session import NewRequest, Session, is_copy
-from hf_paged.engine.stopping import CachedStopStrings, StopRule, deadline_after
+from hf_paged.engine.stop_rules import CachedStopStrings, StopRule, deadline_after
 from hf_paged.engine.weight_transfer import NewAdapter, NoAdapter, WeightLoader, buckets
 from hf_paged.errors import (
     EngineClosedError,

@@ -16,7 +16,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.engine.form_compiler import compile_form, said
 from hf_paged.engine.form_compilers import COMPILERS, Vocabulary
 from hf_paged.engine.matchers import XGrammar
-from hf_paged.engine.stopping import tokenizer_traits
+from hf_paged.engine.stop_rules import tokenizer_traits
 from hf_paged.optional import require
 from hf_paged.options.structured import FormError, Structured, check_size
 

@@ -90,25 +90,26 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Those of one engine. Falsy while there are none, which is all that an engine without any pays for."""
+    """Those of one engine.
+
+    Attributes:
+        all: the observers. An engine without any pays for a look at this.
+    """
 
     def __init__(self) -> None:
-        self._all: tuple[Any, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
+        self.all: tuple[Any, ...] = ()
 
     def add(self, observer: Observer) -> None:
         """Tell it what happens from now on."""
-        self._all = (*self._all, observer)
+        self.all = (*self.all, observer)
 
     def remove(self, observer: Observer) -> None:
         """Tell it nothing any more; one that is not there is left alone."""
-        self._all = tuple(one for one in self._all if one is not observer)
+        self.all = tuple(one for one in self.all if one is not observer)
 
     def tell(self, what: str, *args: Any) -> None:
         """Call this method of each."""
-        for observer in self._all:
+        for observer in self.all:
             try:
                 if (told := getattr(observer, what, None)) is not None:
                     told(*args)

@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_paged.engine.engine import DISABLED, Engine
 from hf_paged.engine.session import NewRequest
-from hf_paged.engine.stopping import StopRule
+from hf_paged.engine.stop_rules import StopRule
 from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason
 from hf_paged.integration import paths, ranks
 from hf_paged.integration.cache_name import CACHE_NAME

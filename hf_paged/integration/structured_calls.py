@@ -16,10 +16,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.features.grammars import BARRED
 from hf_paged.engine.mask_maker import MaskMaker
 from hf_paged.engine.matchers import Grammar, Matcher, XGrammar
 from hf_paged.engine.outlines_guide import OutlinesIndex
-from hf_paged.engine.session import BARRED
 from hf_paged.errors import Reason
 from hf_paged.integration.given_options import is_mask, is_warper
 from hf_paged.options.settings import token_id_tuple

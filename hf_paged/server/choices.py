@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_paged.engine.detokenizer import TextStream
-from hf_paged.engine.stop_texts import StopTexts, cut
+from hf_paged.engine.text import StopTexts, TextStream, cut
 from hf_paged.server.wishes import Wishes
 
 

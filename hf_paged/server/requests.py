@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from hf_paged.engine.session import BARRED
+from hf_paged.engine.features.grammars import BARRED
 from hf_paged.integration.continuous_batching.manager import Own, PagedBatchingManager, requests_with
 from hf_paged.integration.continuous_batching.requests import BatchedRequest, NoRoom, Refused
 from hf_paged.integration.stock_pieces import CallEndedError

@@ -12,7 +12,7 @@ from support import batch, tiny_model
 import hf_paged
 from hf_paged.engine.commands import CommandQueue, End
 from hf_paged.engine.session import NewRequest, Request
-from hf_paged.engine.stopping import StopRule
+from hf_paged.engine.stop_rules import StopRule
 from hf_paged.options.settings import RequestSettings
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.runner.request_state import SlotParameters
@@ -30,7 +30,7 @@ def test_the_end_of_what_has_ended_is_not_told():
 
 def made(command, session):
     sequence = Sequence(command.request_id, command.prompt, max_new_tokens=command.settings.max_new_tokens)
-    return Request(sequence, SlotParameters(seed=command.seed, max_length=10), session)
+    return Request(sequence, command.settings, SlotParameters(seed=command.seed, max_length=10), session)
 
 
 class Rank1(CommandQueue):

@@ -9,7 +9,7 @@ from support import assert_idle, byte_tokenizer, random_prompts, tiny_model
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
-from hf_paged.engine.endings import CutText, Ending, first_stop
+from hf_paged.engine.text import CutText, Ending, StopTexts
 
 PROMPTS = random_prompts([20, 5, 33, 16])
 SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 0, "seed": 3, "max_new_tokens": 30}
@@ -26,6 +26,12 @@ def generator():
 def free(generator):
     """What is made where nothing ends it."""
     return generator.generate(PROMPTS, **SAMPLED)
+
+
+def first_stop(text, strings):
+    watch = StopTexts(tuple(strings))
+    watch.push(text)
+    return watch.met
 
 
 def streamed(generator, prompts, **keywords):

@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.engine.core import EngineCore
+from hf_paged.engine.loop import EngineCore
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.scheduler import Scheduler
 

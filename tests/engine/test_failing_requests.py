@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
+import pkgutil
 import time
 import typing
 from contextlib import contextmanager, nullcontext
@@ -18,12 +20,23 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 import hf_paged
-from hf_paged.engine import core, detokenizer, endings, log_probs, request_table, session, stopping
-from hf_paged.engine.detokenizer import TextStream
-from hf_paged.engine.endings import Ending
+from hf_paged.engine import (
+    engine_state,
+    features,
+    lockstep,
+    loop,
+    observer,
+    prepared_model,
+    request_maker,
+    request_table,
+    session,
+)
+from hf_paged.engine.features import StepFeature
+from hf_paged.engine.features.drafts import Speculation
 from hf_paged.engine.matchers import Grammar, Matcher
 from hf_paged.engine.session import NewRequest, Request, Session
-from hf_paged.engine.stopping import StopRule, TextStopRule
+from hf_paged.engine.stop_rules import StopRule, TextStopRule
+from hf_paged.engine.text import Ending, TextStream
 from hf_paged.integration.continuous_batching.requests import BatchedRequest
 from hf_paged.options.continued import Made
 from hf_paged.options.settings import RequestSettings
@@ -35,8 +48,8 @@ PROMPTS = random_prompts([20, 33, 9], seed=4)
 VICTIM = 1
 STOP = "\x00never\x00"
 # The functions that keep one request's exceptions from the others; a step calls what belongs to a request through them.
-GUARDS = {"add", "end", "_last_output", "refuse", "_attempt", "_fail", "_start_again", "_resumed_end", "ask", "_asked",
-          "close", "shut_down"}
+GUARDS = {"add", "end", "_last_output", "refuse", "attempt", "_fail", "_start_again", "_resumed_end", "admit",
+          "start_over", "started"}
 
 
 class Broken(Exception):
@@ -64,13 +77,14 @@ class AnyMatcher:
 
 def own_classes() -> set[type]:
     """What a request holds for itself: the classes of its fields, but for those of the engine's own books."""
-    hints = typing.get_type_hints(Request, {**vars(session), **vars(stopping), **vars(detokenizer), **vars(endings)})
+    hints = typing.get_type_hints(Request, vars(session))
     found = {Request}
     for field in dataclasses.fields(Request):
         for kind in (hints[field.name], *typing.get_args(hints[field.name])):
             if inspect.isclass(kind) and kind.__module__.startswith("hf_paged."):
                 found |= {kind, *kind.__subclasses__()}
     found = found - {Grammar, Matcher} | {AnyGrammar, AnyMatcher}
+    found -= {StepFeature, *StepFeature.__subclasses__()}  # of the whole engine: see `HOOKS`
     return found - {Sequence, Session, VersionRun}  # the last is a pair of numbers
 
 
@@ -82,7 +96,7 @@ def functions_of(kind: type) -> list[str]:
 
 
 # What runs before a request is queued, in its caller's own thread: there it raises.
-AT_ADD = {(SlotParameters, "lines"), (SlotParameters, "filtered"), (Request, "resume"), (Ending, "stream"),
+AT_ADD = {(SlotParameters, "lines"), (SlotParameters, "filtered"), (Ending, "stream"),
           *((Made, name) for name in ("checked", "known_logprobs", "known_top_logprobs", "known_versions"))}
 # What a sharded model asks before a request is queued.
 OF_RANKS = {(StopRule, "without_deadline"), (TextStopRule, "without_deadline")}
@@ -92,6 +106,15 @@ CASES = sorted(((kind, name) for kind in own_classes() for name in functions_of(
 CASES = [case for case in CASES if case not in AT_ADD | OF_RANKS | NAMES]
 
 
+def takes_a_request(function: object) -> bool:
+    return isinstance(function, FunctionType) and list(inspect.signature(function).parameters)[1:2] == ["request"]
+
+
+PARTS = [importlib.import_module(f"{features.__name__}.{one.name}") for one in pkgutil.iter_modules(features.__path__)]
+HOOKS = [(kind, name) for kind in StepFeature.__subclasses__() for name, function in vars(kind).items()
+         if takes_a_request(function) and name not in ("uses", "admit")]  # which run in the caller's thread
+
+
 @contextmanager
 def breaking(monkeypatch, kind, name, is_victims):
     """The function raises when it is called for the victim; yields a list that grows with each such call."""
@@ -99,7 +122,7 @@ def breaking(monkeypatch, kind, name, is_victims):
     function = value.fget if isinstance(value, property) else value
 
     def broken(self, *args, **kwargs):
-        if is_victims(self):
+        if is_victims(args[0] if issubclass(kind, StepFeature) else self):
             calls.append(name)
             raise Broken(name)
         return function(self, *args, **kwargs)
@@ -109,11 +132,14 @@ def breaking(monkeypatch, kind, name, is_victims):
         yield calls
 
 
-def run(engine, before_steps=lambda ids: nullcontext(), interrupt_at=None, cuts=True):
+def run(engine, before_steps=lambda ids: nullcontext(), interrupt_at=None, cuts=True, guesses=False):
     config = GenerationConfig(max_new_tokens=10, stop_strings=[STOP[0]], max_time=1e6)
     prompts = [{"prompt_token_ids": prompt, "output_token_ids": []} for prompt in PROMPTS]
     engine.grammar_of = lambda structured: AnyGrammar()
     asked = {"logprobs": 2, "prompt_logprobs": 2, "structured": {"regex": ".*"}}
+    if guesses:  # which no request makes that follows a grammar
+        del asked["structured"]
+        config.prompt_lookup_num_tokens = 3
     ids = [engine.add_request(prompt, config, **asked, include_stop_str_in_output=not cuts) for prompt in prompts]
     made, emitted, steps = {}, {i: [] for i in ids}, 0
     with before_steps(ids) as calls:
@@ -153,6 +179,12 @@ def test_every_function_of_a_request_may_raise(monkeypatch, kind, name, overlap)
 
     made, emitted, calls = run(engine, arm, interrupt_at=4, cuts=kind is not TextStream)  # the text that is not cut
     assert calls, f"{kind.__name__}.{name} is not called in this test's steps"
+    assert_only_the_victim_failed(made, emitted, expected)
+    assert [c.token_ids for c in run(engine)[0]] == [c.token_ids for c in expected]
+    assert_nothing_runs(engine)
+
+
+def assert_only_the_victim_failed(made, emitted, expected):
     for number, completion in enumerate(made):
         if number == VICTIM:
             assert completion.finish_reason == "error"
@@ -165,15 +197,42 @@ def test_every_function_of_a_request_may_raise(monkeypatch, kind, name, overlap)
             assert completion.logprobs == pytest.approx(before.logprobs, abs=1e-4)
             assert completion.prompt_logprobs[1:] == pytest.approx(before.prompt_logprobs[1:], abs=1e-4)
             assert emitted[number] == completion.token_ids
+
+
+def assert_nothing_runs(engine):
     assert engine.stats().num_running == engine.stats().num_waiting == 0
     assert engine.stats().num_free_blocks == engine.stats().num_blocks - 1
-    assert [c.token_ids for c in run(engine)[0]] == [c.token_ids for c in expected]
+    assert not engine._core.features.active
 
 
-def test_what_a_step_does_for_one_request_is_a_method_of_it():
-    """No other function of the step takes a request, so that the test above sees everything."""
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("kind", "name"), HOOKS, ids=lambda value: getattr(value, "__name__", value))
+def test_every_hook_of_every_feature_may_raise(monkeypatch, kind, name, overlap):
+    """Enumerated from the classes of features: a new one is in here with all that it does for one request."""
+    model = tiny_model()
+    engine = hf_paged.Engine(model, hf_paged.PagedConfig(overlap=overlap), byte_tokenizer())
+    guesses = kind is Speculation
+    expected, _, _ = run(engine, guesses=guesses)
+
+    def arm(ids):
+        request = engine._core.requests[ids[VICTIM]]
+        return breaking(monkeypatch, kind, name, lambda owner: owner is request)
+
+    made, emitted, calls = run(engine, arm, interrupt_at=4, guesses=guesses)
+    assert calls, f"{kind.__name__}.{name} is not called in this test's steps"
+    if name == "leave":  # the request has its completion by then
+        assert [c.token_ids for c in made] == [c.token_ids for c in expected]
+    else:
+        assert_only_the_victim_failed(made, emitted, expected)
+    assert_nothing_runs(engine)
+    assert [c.token_ids for c in run(engine, guesses=guesses)[0]] == [c.token_ids for c in expected]
+
+
+def test_what_a_step_does_for_one_request_is_a_hook_of_a_feature():
+    """No other function of the step takes a request, so that the tests above see everything."""
+    engine = loop, prepared_model, engine_state, request_table, request_maker, session, lockstep, observer
     found = set()
-    for module in (core, request_table, log_probs, stopping, session, detokenizer, endings):
+    for module in (*engine, features, *PARTS):
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
             if isinstance(node, ast.FunctionDef):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -181,8 +240,11 @@ def test_what_a_step_does_for_one_request_is_a_method_of_it():
                 if any(isinstance(n, ast.Name) and n.id == "Request" for a in annotations for n in ast.walk(a)):
                     found.add(node.name)
     # What these do calls nothing that a request brought along.
-    harmless = {"wanted_by", "keep", "_end_without_adapter", "drop", "__contains__", "remove", "_watch_time"}
-    assert found <= GUARDS | harmless, found - GUARDS
+    harmless = {"__init__", "__contains__", "remove", "drop", "keep", "unfit", "_end_unfit", "uses", "_unguarded",
+                "queued", "finished", "_awaits_prompt", "_open_matcher"}
+    of_hooks = {name for _, name in HOOKS} | {name for name in vars(StepFeature) if not name.startswith("_")}
+    of_groups = {"_look", "started_over"}  # `_look` passes each request on through `attempt`
+    assert found <= GUARDS | harmless | of_hooks | of_groups, found - GUARDS - harmless - of_hooks - of_groups
 
 
 def test_a_tokenizer_that_fails_at_some_token_ends_the_request_that_made_it():

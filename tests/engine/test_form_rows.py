@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_paged.engine.form_rows import PendingMasks, go_ahead
+from hf_paged.engine.features.grammars import PendingMasks, go_ahead
 from hf_paged.engine.mask_maker import MaskMaker
 
 

@@ -14,8 +14,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 import hf_paged
 from hf_paged import PagedConfig, PagedGenerator
 from hf_paged.engine import frozen_heap
-from hf_paged.engine.core import EngineCore
 from hf_paged.engine.frozen_heap import FrozenHeap, HeapHold
+from hf_paged.engine.loop import EngineCore
 
 INPUTS = batch([20, 9])
 

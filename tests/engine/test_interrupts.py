@@ -30,6 +30,7 @@ from threads import RowsElsewhere, together
 from transformers import GenerationConfig, TextIteratorStreamer
 
 import hf_paged
+from hf_paged.engine.features.grammars import StructuredOutput
 from hf_paged.engine.mask_maker import MaskMaker
 from hf_paged.engine.pace import Pace
 
@@ -528,7 +529,7 @@ def test_an_interrupt_while_the_engine_recovers_counts_nothing_twice(model, monk
 def test_masks_after_an_interrupt_are_made_where_no_thread_writes(model):
     """A thread that the interrupted step started may not have been noted."""
     engine = hf_paged.get_engine(hf_paged.enable(model))
-    engine._core._masks = masks = MaskMaker(256, torch.device("cpu"))
+    engine._core.features[StructuredOutput]._masks = masks = MaskMaker(256, torch.device("cpu"))
     engine._core.dirty = True
     engine.step()
-    assert engine._core._masks is not masks
+    assert engine._core.features[StructuredOutput]._masks is not masks

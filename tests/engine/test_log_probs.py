@@ -381,7 +381,7 @@ def test_preemption_in_the_middle_of_a_prompt(stock, overlap):
         request, half_way, completion = engine._core.requests[last], False, None
         while engine.has_unfinished():
             before = request.sequence.num_preemptions
-            begun = request.prompt_logprobs[1] is not None and request.awaits_prompt_logprobs
+            begun = request.prompt_logprobs[1] is not None and request.prompt_logprobs[-1] is None
             for output in engine.step():
                 completion = output.completion if output.request_id == last else completion
             half_way |= begun and request.sequence.num_preemptions > before

@@ -179,7 +179,7 @@ def test_unwatched_is_told_nothing(engine):
 
 def test_an_engine_without_observers_tells_nobody(engine, monkeypatch):
     """Not even the event is made."""
-    monkeypatch.setattr("hf_paged.engine.core.Launched", None)
-    monkeypatch.setattr("hf_paged.engine.core.Committed", None)
+    monkeypatch.setattr("hf_paged.engine.loop.Launched", None)
+    monkeypatch.setattr("hf_paged.engine.loop.Committed", None)
     add_all(engine)
     assert len(run(engine)) == 5

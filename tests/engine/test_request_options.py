@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from hf_paged import PagedGenerator, UnsupportedOptionError
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.features.deadlines import Deadlines
 from hf_paged.options.request_options import PLAIN, RequestOptions
 
 PROMPTS = random_prompts([20, 5, 33, 16, 1])
@@ -199,7 +200,7 @@ def test_time_counts_once_and_for_its_own_request(generator):
     engine.add_request(PROMPTS[0], max_new_tokens=2, timeout=0.1, request_id="a")
     while engine.has_unfinished():
         engine.step()
-    assert engine._core._table._deadlines == {}
+    assert not engine._core.features[Deadlines].requests
     engine.add_request(PROMPTS[0], max_new_tokens=3, request_id="a")
     time.sleep(0.11)
     outputs = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sized
 from contextlib import suppress
 from typing import Any
@@ -24,12 +25,14 @@ from support import (
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.engine.features.deadlines import Deadlines
 
 peft = pytest.importorskip("peft", reason="an extra of the test environment")
 from lora_models import with_adapter  # noqa: E402
 
 PROMPTS = random_prompts([20, 9, 33], seed=2)
 LENGTH = 6
+FILES = "/loop.py", "/engine_state.py", "/session.py", "/request_table.py", "/feature_set.py"
 LENT = ("q_proj", "v_proj")  # the modules of the adapter that comes and goes
 
 
@@ -105,7 +108,8 @@ def test_no_part_of_the_table_keeps_what_was_removed(engine):
     """Whatever parts it has."""
     table, request = engine._core._table, queued(engine, timeout=100.0)
     parts = [part for part in vars(table).values() if isinstance(part, Sized)]
-    assert len(parts) == 4 and all(request.request_id in part for part in parts) and request in table
+    parts += [feature.requests for feature in request.features]
+    assert len(parts) == 3 + 4 and all(request.request_id in part for part in parts) and request in table
     table.remove(request)
     assert not any(map(len, parts)) and request not in table and not request.session.open
     table.remove(request)
@@ -134,14 +138,15 @@ def test_one_that_is_dropped_from_the_table_is_not_the_next_one_of_its_id(engine
 
 
 def test_times_that_are_over(engine):
-    table = engine._core._table
-    slow, quick, _ = queued(engine, timeout=100.0), queued(engine, timeout=1e-9), queued(engine)
-    assert table.late() == [quick]
-    table.remove(quick)
-    assert table.late() == []
-    slow.deadline = 0.0
-    table.arrive_again()
-    assert table.late() == [slow]
+    core, deadlines = engine._core, engine._core.features[Deadlines]
+    slow, quick, _ = queued(engine, timeout=0.5), queued(engine, timeout=1e-9), queued(engine)
+    assert deadlines.due() == [quick]
+    core._table.remove(quick)
+    assert deadlines.due() == []
+    core.dirty = True  # as an interrupt leaves it
+    core.recover_if_dirty()
+    time.sleep(0.5)
+    assert deadlines.due() == [slow]
 
 
 def test_an_abort_that_is_interrupted_ends_a_request_once_or_not_at_all(engine):
@@ -151,7 +156,7 @@ def test_an_abort_that_is_interrupted_ends_a_request_once_or_not_at_all(engine):
     for at in itertools.count(1):
         key = queued(engine).request_id
         engine.step()
-        with suppress(Interrupt), interrupted_behind(at, "/core.py", "/session.py", "/request_table.py") as places:
+        with suppress(Interrupt), interrupted_behind(at, *FILES) as places:
             engine.abort(key)
         [(name, one)] = completions(engine)
         assert name == key and one.token_ids == whole.token_ids[: len(one.token_ids)]

@@ -15,13 +15,12 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.engine import speculation
-from hf_paged.engine.speculation import COSTS, Drafter, Rollouts, Speculation
-from hf_paged.engine.stopping import StopRule
+from hf_paged.engine.features import drafts as speculation
+from hf_paged.engine.features.drafts import Drafter, Rollouts, Speculation
+from hf_paged.engine.stop_rules import StopRule
 from hf_paged.engine.token_index import TokenIndex
 from hf_paged.scheduler import Status
 
-CPU = COSTS["cpu"]
 LOOKUP = {"prompt_lookup_num_tokens": 7}
 REPEATED = [prompt * 4 for prompt in random_prompts([5, 9, 14, 7])]
 ASCII = [[token % 94 for token in prompt] for prompt in REPEATED]  # whose output is text of one character a token
@@ -45,7 +44,7 @@ def guessing(monkeypatch):
 
     def install(guesses):
         def drafts(self, num_running, costs):
-            running = [r.sequence for r in self._requests.values() if r.sequence.status is Status.RUNNING]
+            running = [r.sequence for r in self._running.values() if r.sequence.status is Status.RUNNING]
             return {sequence.slot: guesses(sequence) for sequence in running if sequence.num_output_tokens}
 
         monkeypatch.setattr(Speculation, "drafts", drafts)
@@ -224,7 +223,7 @@ def test_greedy_tokens_are_stocks_in_any_pool(seed, lengths, num_blocks, max_num
         guesses = truth_with_errors(outputs, wrong, seed)
 
         def drafts(self, num_running, costs):
-            running = [r.sequence for r in self._requests.values() if r.sequence.status is Status.RUNNING]
+            running = [r.sequence for r in self._running.values() if r.sequence.status is Status.RUNNING]
             return {sequence.slot: guesses(sequence) for sequence in running if sequence.num_output_tokens}
 
         patch.setattr(Speculation, "drafts", drafts)
@@ -407,7 +406,7 @@ def test_an_aborted_request_gives_everything_back(guessing):
     while engine.has_unfinished():
         engine.step()
     assert_idle(model)
-    assert not engine._core.speculation
+    assert not engine._core.features[Speculation]._running
 
 
 # -- fewer steps -----------------------------------------------------------------------------------------------------
@@ -443,7 +442,7 @@ def test_requests_that_wait_cost_no_step_anything():
     most = 0
     while engine.has_unfinished():
         engine.step()
-        most = max(most, len(engine._core.speculation._requests))
+        most = max(most, len(engine._core.features[Speculation]._running))
     assert most == 2
 
 
@@ -455,7 +454,7 @@ def test_the_switch_and_a_call_without_the_option_guess_nothing():
     with PagedGenerator(model) as generator:
         generator.generate(REPEATED, max_new_tokens=30)
         assert generator.engine.stats().num_draft_tokens == 0
-        assert not generator.engine._core.speculation._rollouts.num_tokens
+        assert not generator.engine._core.features[Speculation]._rollouts.num_tokens
 
 
 def test_requests_under_a_grammar_guess_nothing():
@@ -500,12 +499,12 @@ def request_like(slot, text):
 
 def test_a_request_that_started_over_guesses_when_it_is_back_where_it_was():
     made, request = Speculation(), request_like(0, [1, 2, 3, 4] * 5)
-    made.add(request)
+    made.started(request)
     sequence = request.sequence
 
     def found_behind(*output):
         sequence.output_token_ids, sequence.num_output_tokens = list(output), len(output)
-        return made.drafts(1, CPU)
+        return made.drafts(1, "cpu")
 
     assert found_behind() == {}  # its prompt is computed
     assert found_behind(1, 2, 3) == {0: [4]}
@@ -524,10 +523,10 @@ def test_guesses_are_made_where_they_bring_more_than_they_cost(num_guessing, num
         request = request_like(slot, [slot, 1, 2, 3, 4, 5, 6, 7, 8, 9, slot])
         request.sequence.output_token_ids = [1, 2, 3, 4, 5, 6, 7, 8, 9]
         request.sequence.num_output_tokens = 9
-        made.add(request)
+        made.started(request)
         made._drafters[str(slot)] = drafter = Drafter(TokenIndex(), [], 9, 7)
         drafter._text = drafter._index.add([1, 2, 3] * 5)
         drafter._match, drafter.gain = drafter._index.look_up(drafter._text), 6.0
-    found = made.drafts(num_running, COSTS["cuda"])
+    found = made.drafts(num_running, "cuda")
     assert bool(found) == guesses
     assert sum(1 + len(tokens) for tokens in found.values()) <= 128

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_paged.engine.stop_texts import StopTexts, cut
+from hf_paged.engine.text import StopTexts, cut
 from hf_paged.integration.continuous_batching.requests import ServedOutput
 from hf_paged.server.choices import finish_reason
 

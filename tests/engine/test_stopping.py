@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from hf_paged.engine.stopping import TextStopRule, ended
+from hf_paged.engine.features import CommittedStep
+from hf_paged.engine.features.stop_rules import StopRules
+from hf_paged.engine.stop_rules import StopRule, TextStopRule
 
 BAD, STOP, PLAIN = 7, 8, 9
 
@@ -23,10 +25,30 @@ class Criterion:
         return tails[:, -1] == STOP
 
 
-def rule_of(criterion, key=0):
-    rule = SimpleNamespace(strings=criterion, tail=deque(maxlen=4), is_late=lambda now: False)
-    rule.push = lambda token: (rule.tail.append(token), (key, len(rule.tail)))[1]
-    return rule
+def rule_of(criterion):
+    criterion.maximum_token_len = 4
+    return StopRule(criterion, None, [])
+
+
+def ended(rows):
+    """Which of (name, rule, new token) end: {name: reason, or what the rule raised}."""
+    feature, found = StopRules(), {}
+
+    def attempt(request, action, *args):
+        try:
+            return action(*args)
+        except Exception as error:
+            found[request.request_id] = error
+
+    feature.attempt = attempt
+    sequences = [SimpleNamespace(request_id=name) for name, _, _ in rows]
+    feature.requests = {name: SimpleNamespace(request_id=name, stop=rule, sequence=sequence, error=None)
+                        for (name, rule, _), sequence in zip(rows, sequences, strict=True)}
+    step = CommittedStep(SimpleNamespace(sequences=sequences), None, np.array([token for *_, token in rows]), 0)
+    for row in feature.ends(step, np.ones(len(rows), bool)):
+        name = sequences[row].request_id
+        found[name] = feature.take(feature.requests[name], step, row)
+    return found
 
 
 @pytest.mark.parametrize("tokens", [(BAD, STOP, PLAIN), (STOP, PLAIN, BAD), (PLAIN, BAD, STOP)])

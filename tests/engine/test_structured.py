@@ -18,7 +18,8 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.engine import mask_maker
-from hf_paged.engine.core import EngineCore
+from hf_paged.engine.features.grammars import StructuredOutput
+from hf_paged.engine.loop import EngineCore
 from hf_paged.engine.mask_maker import MaskMaker
 from hf_paged.engine.matchers import XGrammarMatcher
 
@@ -354,14 +355,14 @@ def test_steps_without_such_rows_make_no_masks(generator, monkeypatch):
 def test_masks_wait_for_tokens_and_not_for_their_commit(monkeypatch, overlap):
     """The device has what it needs before the host does its books; and each token is taken by its matcher once."""
     log, accepted = [], []
-    for kind, name in ((MaskMaker, "_fill"), (EngineCore, "_match")):
+    for kind, name in ((MaskMaker, "_fill"), (StructuredOutput, "take")):
         own = getattr(kind, name)
         monkeypatch.setattr(kind, name, lambda *args, own=own, name=name: (log.append(name), own(*args))[1])
     accept = XGrammarMatcher.accept
     monkeypatch.setattr(XGrammarMatcher, "accept", lambda *args: (accepted.append(args[1]), accept(*args))[1])
     with PagedGenerator(tiny_model(eos_token_id=END), TOKENIZER, overlap=overlap) as generator:
         [one] = generator.generate(PROMPTS[:1], structured={"regex": "[a-z]{9}"}, **{**GREEDY, "max_new_tokens": 5})
-    assert log == (["_fill", *["_fill", "_match"] * 4, "_match"] if overlap else ["_fill", "_match"] * 5)
+    assert log == (["_fill", *["_fill", "take"] * 4, "take"] if overlap else ["_fill", "take"] * 5)
     assert accepted == one.token_ids and len(accepted) == 5
 
 

@@ -9,7 +9,7 @@ import torch
 from support import random_prompts, tiny_model
 
 import hf_paged
-from hf_paged.engine.speculation import Speculation
+from hf_paged.engine.features.drafts import Speculation
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ def test_right_and_wrong_guesses_change_no_token(monkeypatch, settings, lengths,
 
         def drafts(self, *_):
             found = {}
-            for request in self._requests.values():
+            for request in self._running.values():
                 sequence = request.sequence
                 if sequence.num_output_tokens and sequence.slot >= 0:
                     tokens = outputs[tuple(sequence.prompt_token_ids)][sequence.num_output_tokens :]

@@ -31,7 +31,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 import hf_paged
 from hf_paged import PagedGenerator, at_fork
-from hf_paged.engine.core import EngineCore
+from hf_paged.engine.loop import EngineCore
 from hf_paged.integration.paths import new_tokens
 from hf_paged.outputs import PATHS
 

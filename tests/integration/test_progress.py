@@ -14,8 +14,8 @@ from support import Interrupt, byte_tokenizer, interrupted, random_prompts, tiny
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
-from hf_paged.engine.core import EngineCore
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.loop import EngineCore
 from hf_paged.integration import progress
 from hf_paged.integration.activity import Activity
 from hf_paged.integration.progress import Rate, TokenCount, _State

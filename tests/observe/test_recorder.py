@@ -107,9 +107,9 @@ def test_tokens_that_come_together_share_the_time_since_the_one_before(monkeypat
     with hf_paged.PagedGenerator(tiny_model()) as generator:
         outputs = {tuple(one.prompt_token_ids): one.token_ids
                    for one in generator.generate(prompts, max_new_tokens=20)}
-        monkeypatch.setattr("hf_paged.engine.speculation.Speculation.drafts", lambda self, *_: {
+        monkeypatch.setattr("hf_paged.engine.features.drafts.Speculation.drafts", lambda self, *_: {
             r.sequence.slot: outputs[tuple(r.sequence.prompt_token_ids)][r.sequence.num_output_tokens :][:3]
-            for r in self._requests.values() if r.sequence.num_output_tokens
+            for r in self._running.values() if r.sequence.num_output_tokens
         })
         recorder, steps = recorder_of(generator.engine), []
 

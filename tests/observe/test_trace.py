@@ -16,8 +16,8 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import Engine, PagedConfig, PagedGenerator
-from hf_paged.engine import core as core_module
 from hf_paged.engine import engine_registry
+from hf_paged.engine import loop as loop_module
 from hf_paged.observe.trace_file import TraceFile
 from hf_paged.runner import device_times
 
@@ -207,7 +207,7 @@ def test_an_interrupt_has_requests_start_over(tmp_path):
     with hf_paged.trace(tmp_path / "steps.json"):
         name = engine.add_request([5, 6, 7], greedy(6))
         engine.step()
-        with patch.object(core_module.EngineCore, "_commit", side_effect=KeyboardInterrupt), \
+        with patch.object(loop_module.EngineCore, "_commit", side_effect=KeyboardInterrupt), \
                 pytest.raises(KeyboardInterrupt):
             engine.step()
         while engine.has_unfinished():
@@ -223,12 +223,12 @@ def test_nothing_is_made_while_nobody_traces(tmp_path):
     with hf_paged.trace(tmp_path / "steps.json"):
         engine.add_request([5, 6, 7], greedy(3))
         engine.step()
-    assert not engine._core.observers and not engine_registry._makers and not device_times._askers
-    with patch.object(core_module, "Launched", side_effect=AssertionError), \
-            patch.object(core_module, "Committed", side_effect=AssertionError):
+    assert not engine._core.observers.all and not engine_registry._makers and not device_times._askers
+    with patch.object(loop_module, "Launched", side_effect=AssertionError), \
+            patch.object(loop_module, "Committed", side_effect=AssertionError):
         while engine.has_unfinished():
             engine.step()
-    assert not Engine(MODEL, PagedConfig())._core.observers
+    assert not Engine(MODEL, PagedConfig())._core.observers.all
 
 
 def test_a_block_that_raises_leaves_a_whole_file(tmp_path):
@@ -269,7 +269,7 @@ def test_no_engine_is_watched_any_more_where_the_end_cannot_be_written(tmp_path)
         engine.add_request([1, 2, 3], greedy(2))  # which outlives the block
     with patch.object(TraceFile, "end", fails), pytest.raises(OSError, match="no space left"):
         traced.__exit__(None, None, None)
-    assert not any(engine._core.observers for engine in engines)
+    assert not any(engine._core.observers.all for engine in engines)
 
 
 def test_a_fork_writes_nothing_into_the_parents_file(tmp_path):

@@ -25,8 +25,8 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.features.drafts import Speculation
 from hf_paged.engine.pace import Pace
-from hf_paged.engine.speculation import Speculation
 from hf_paged.kernels.attention import grouped_prefill, prompt_work
 from hf_paged.kernels.attention.backends import TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
@@ -338,7 +338,7 @@ def test_prompts_behind_a_cached_prefix_read_it_once_and_make_stocks_tokens(step
 def test_steps_with_guesses_replay_graphs_of_a_row_for_each(steps, monkeypatch, max_num_seqs):
     """Up to 8 rows a request, also where there are fewer slots than that."""
     def drafts(self, num_running, costs):
-        running = [r.sequence for r in self._requests.values() if r.sequence.status is Status.RUNNING]
+        running = [r.sequence for r in self._running.values() if r.sequence.status is Status.RUNNING]
         return {s.slot: [*outputs[tuple(s.prompt_token_ids)][s.num_output_tokens :][:5], 7, 7]
                 for s in running if s.num_output_tokens}
 

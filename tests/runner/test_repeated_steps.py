@@ -23,8 +23,8 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.features.drafts import Speculation
 from hf_paged.engine.pace import Pace
-from hf_paged.engine.speculation import Speculation
 from hf_paged.kernels.attention import grouped_prefill, prompt_work
 from hf_paged.kernels.attention.backends import TritonBackend
 from hf_paged.kernels.attention.prompt_work import RowPrograms
@@ -107,7 +107,7 @@ def model(monkeypatch):
     monkeypatch.setattr(Pace, "may_join", lambda self: True)
 
     def drafts(self, num_running, costs):
-        running = [request.sequence for request in self._requests.values()]
+        running = [request.sequence for request in self._running.values()]
         return {sequence.slot: guesses(sequence) for sequence in running
                 if sequence.status is Status.RUNNING and sequence.num_output_tokens}
 

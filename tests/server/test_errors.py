@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import GenerationConfig
 
-from hf_paged.engine.stopping import StopRule
+from hf_paged.engine.stop_rules import StopRule
 from hf_paged.options import arguments, logits_options
 from hf_paged.options.settings import settings_from_config
 from hf_paged.server.errors import settings_error

@@ -133,7 +133,7 @@ def test_a_page_keeps_its_limit_of_words(page):
 PASSED_BY = {
     "integration/enable.py", "integration/stock_loop.py", "models/generic.py", "kernels/attention/decode.py",
     "kernels/attention/prefill.py",
-    "sampling/sample_tokens.py", "engine/stopping.py", "options/arguments.py", "integration/requests.py",
+    "sampling/sample_tokens.py", "options/arguments.py", "integration/requests.py",
     "integration/pretrained.py", "integration/progress.py", "engine/lockstep.py", "integration/explain.py",
     "runner/graphs.py",
     "device/virtual_memory.py", "kernels/attention/grouped_decode.py", "integration/async_calls.py",

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.stopping import StopRule, TextStopRule, deadline_after
+from hf_paged.engine.stop_rules import StopRule, TextStopRule, deadline_after
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.integration.fallback import value_reason
 from hf_paged.integration.structured_calls import NO_FORM, Form

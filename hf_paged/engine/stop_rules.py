@@ -1,16 +1,16 @@
-"""Ends of a request that the scheduler does not decide: stop strings and the end of a call's time."""
+"""Rules that end a request and that the scheduler does not know: stop strings and the end of a call's time."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from transformers import StopStringCriteria
 
-from hf_paged.engine.detokenizer import TextStream
+from hf_paged.engine.text import StopTexts, TextStream
 
 
 class CachedStopStrings:
@@ -63,30 +63,30 @@ class StopRule:
     def resume(self, tokens: list[int]) -> bool:
         """Begin behind output of before; True: its last token is one at which the request ends."""
         self.restart()
-        key: tuple[int, int] | str | None = None
         for token in tokens:
-            key = self.push(token)
-        if not isinstance(key, tuple):
-            return key == "stop"
-        end = _matched([("", self)]).get("")
-        if isinstance(end, Exception):
-            raise end
-        return end is not None
+            self.push(token)
+        return bool(tokens) and self.which_stop([self])[0]
 
     def without_deadline(self) -> StopRule | None:
         """What is left for ranks whose clocks do not count; None: nothing."""
         return StopRule(self.strings, None, self.before) if self.strings is not None else None
 
-    def push(self, token: int) -> tuple[int, int] | Literal["stop"] | None:
-        """Take a token in; rows of one key can be looked at by one call of their criterion.
-
-        Returns:
-            "stop": it ended here; None: there are no stop strings.
-        """
+    def push(self, token: int) -> Hashable:
+        """Take a token in. Rules for which equal keys are returned can be given to one call of `which_stop`."""
         if self.strings is None:
             return None
         self.tail.append(token)
         return id(self.strings), len(self.tail)
+
+    @staticmethod
+    def which_stop(rules: list[Any]) -> list[bool]:
+        """Of rules of one key: does the last token end the request?"""
+        criterion: Any = rules[0].strings
+        if criterion is None:
+            return [False] * len(rules)
+        tails = torch.tensor([list(rule.tail) for rule in rules], dtype=torch.int64, device="cpu")
+        hits: list[bool] = criterion(tails, None).tolist()
+        return hits
 
     def is_late(self, now: float) -> bool:
         """Is the time of the call over?"""
@@ -108,56 +108,24 @@ class TextStopRule(StopRule):
     def __init__(self, texts: tuple[str, ...], tokenizer: Any, deadline: float | None = None) -> None:
         self._texts = texts
         self._tokenizer = tokenizer
-        self._longest = max(map(len, texts))
         super().__init__(None, deadline, [])
 
     def restart(self) -> None:
         self._stream: TextStream | None = None  # other ranks get the rule before its first token, as bytes
-        self._end = ""
+        self._watch, self.is_met = StopTexts(self._texts), False
 
     def without_deadline(self) -> StopRule:
         return TextStopRule(self._texts, self._tokenizer)
 
-    def push(self, token: int) -> Literal["stop"] | None:
+    def push(self, token: int) -> Hashable:
         if self._stream is None:
             self._stream = TextStream(self._tokenizer, skip_special_tokens=False)
-        text = self._end + self._stream.push([token])
-        self._end = text[-self._longest :]
-        return "stop" if any(stop in text for stop in self._texts) else None
+        self._watch.push(self._stream.push([token]))
+        self.is_met = self._watch.is_met
+        if self.is_met:
+            self._watch = StopTexts(self._texts)  # output of before may go on behind one
+        return TextStopRule
 
-
-def ended(accepted: Iterable[tuple[str, StopRule | None, int]]) -> dict[str, str | Exception]:
-    """Which of (request id, rule, its new token) end: {request_id: finish_reason, or what the rule raised}."""
-    result: dict[str, str | Exception] = {}
-    groups: dict[tuple[int, int], list[tuple[str, StopRule]]] = {}
-    now = time.time()
-    for request_id, rule, token in accepted:
-        if rule is None:
-            continue
-        try:
-            key = rule.push(token)
-            if key == "stop":
-                result[request_id] = key
-            elif rule.is_late(now):
-                result[request_id] = "length"
-        except Exception as error:
-            result[request_id] = error
-            continue
-        if isinstance(key, tuple):
-            groups.setdefault(key, []).append((request_id, rule))
-    for watched in groups.values():
-        result |= _matched(watched)
-    return result
-
-
-def _matched(watched: list[tuple[str, StopRule]]) -> dict[str, str | Exception]:
-    """Those of rows with one criterion and tails of one length that it stops; where it raises, row by row."""
-    criterion: Any = watched[0][1].strings
-    try:
-        tails = torch.tensor([list(rule.tail) for _, rule in watched], dtype=torch.int64, device="cpu")
-        hits = criterion(tails, None).tolist()
-    except Exception as error:
-        if len(watched) == 1:
-            return {watched[0][0]: error}
-        return {key: end for one in watched for key, end in _matched([one]).items()}
-    return {request_id: "stop" for (request_id, _), hit in zip(watched, hits, strict=True) if hit}
+    @staticmethod
+    def which_stop(rules: list[Any]) -> list[bool]:
+        return [rule.is_met for rule in rules]

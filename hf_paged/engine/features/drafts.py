@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
+from hf_paged.engine.features import StepFeature
 from hf_paged.engine.session import Request
 from hf_paged.engine.token_index import NGRAM, Match, TokenIndex
 from hf_paged.scheduler import Status
@@ -173,64 +173,77 @@ def _latest_half(index: TokenIndex) -> TokenIndex:
     return made
 
 
-class Speculation:
-    """The guesses of one engine's requests. Falsy while none that runs may guess."""
+class Speculation(StepFeature):
+    """The guesses of one engine's requests.
 
-    def __init__(self) -> None:
-        self._requests: dict[str, Request] = {}
-        self._drafters: dict[str, Drafter] = {}  # of those that ran already
+    Args:
+        is_on: requests may guess.
+    """
+
+    def __init__(self, is_on: bool = True) -> None:
+        super().__init__()
+        self._is_on = is_on
+        self._running: dict[str, Request] = {}  # those that got a slot: a step looks at no others
+        self._drafters: dict[str, Drafter] = {}  # of those that had tokens
         self._rollouts = Rollouts()
 
-    def __bool__(self) -> bool:
-        return bool(self._requests)
+    def uses(self, request: Request) -> bool:
+        # A grammar says after each token what may follow.
+        settings = request.settings
+        return bool(self._is_on and settings.draft_tokens and request.grammar is None and settings.structured is None)
 
-    def add(self, request: Request) -> None:
-        """A request that may guess runs, maybe again."""
-        self._requests[request.request_id] = request
+    def admit(self, request: Request) -> None:
+        request.draft_tokens = request.settings.draft_tokens
 
-    def remove(self, request_id: str) -> None:
-        """It ended, if it was one of them; what it made is remembered."""
-        if self._requests.pop(request_id, None) is not None:
-            self._drafters.pop(request_id, None)
+    def started(self, request: Request) -> None:
+        self._running[request.request_id] = request
 
-    def keep(self, request_ids: Iterable[str]) -> None:
-        """All others are gone."""
-        for request_id in self._requests.keys() - set(request_ids):
-            self.remove(request_id)
+    def leave(self, request: Request) -> None:
+        self._running.pop(request.request_id, None)
+        self._drafters.pop(request.request_id, None)  # what it made is remembered
 
     def forget(self) -> None:
-        """What was made of earlier prompts."""
         self._rollouts.forget()
 
-    def drafts(self, num_running: int, costs: StepCosts) -> Drafts:
-        """By slot, what may follow the tokens that are known by now; nothing where it would not pay.
-
-        num_running: Requests that a step has rows for.
-        """
+    def drafts(self, num_running: int, device_type: str) -> Drafts:
+        """Nothing where guesses would not pay. ``num_running``: requests that a step has rows for."""
+        costs = COSTS.get(device_type, COSTS["cuda"])
         most = min(MOST_DRAFTS, MOST_GUESSING_ROWS // max(1, num_running) - 1)
-        if most < 1:
+        if most < 1 or not self._running:
             return NO_DRAFTS
         rate = num_running / (1.0 + costs.row * num_running)  # tokens in that time, without guesses
         found: dict[int, list[int]] = {}
         gain, lost = 0.0, rate * costs.waiting
-        for request_id, request in self._requests.items():
-            sequence = request.sequence
-            if sequence.status is not Status.RUNNING:
-                continue
-            drafter = self._drafters.get(request_id)
-            if drafter is None:
-                drafter = self._drafters[request_id] = self._drafter_of(request)
-            drafter.push(sequence.output_from(drafter.num_seen))
-            if not 0 < drafter.num_seen == sequence.num_output_tokens:
-                continue  # its prompt is computed, or it started over and makes the same tokens again
-            if tokens := drafter.guesses(most, rate * costs.row):
-                found[sequence.slot] = tokens
-                lost += rate * costs.row * len(tokens)
-                gain += sum(drafter.chance ** (i + 1) for i in range(len(tokens)))
+        for request in list(self._running.values()):
+            guesses = self.attempt(request, self._guesses, request, most, rate * costs.row)
+            if guesses is not None and guesses.tokens:
+                found[request.sequence.slot] = guesses.tokens
+                lost += rate * costs.row * len(guesses.tokens)
+                gain += sum([guesses.chance ** (i + 1) for i in range(len(guesses.tokens))])
         return found if gain > lost else NO_DRAFTS
+
+    def _guesses(self, request: Request, most: int, least_chance: float) -> Guesses | None:
+        """What may follow in one request."""
+        sequence = request.sequence
+        if sequence.status is not Status.RUNNING:
+            return None
+        drafter = self._drafters.get(request.request_id)
+        if drafter is None:
+            drafter = self._drafters[request.request_id] = self._drafter_of(request)
+        drafter.push(sequence.output_from(drafter.num_seen))
+        if not 0 < drafter.num_seen == sequence.num_output_tokens:
+            return None  # its prompt is computed, or it started over and makes the same tokens again
+        return Guesses(drafter.guesses(most, least_chance), drafter.chance)
 
     def _drafter_of(self, request: Request) -> Drafter:
         sequence = request.sequence
         prompt, output = sequence.prompt_token_ids, sequence.output_token_ids
         index = self._rollouts.index_of(prompt, sequence.cache_salt)
         return Drafter(index, prompt[-max(_TAIL, NGRAM) :] + output, len(output), request.draft_tokens)
+
+
+class Guesses(NamedTuple):
+    """Tokens that may follow in a request, and the chance of each to be right if those before it are."""
+
+    tokens: list[int]
+    chance: float

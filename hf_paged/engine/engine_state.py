@@ -1,0 +1,414 @@
+"""What an engine's loop holds between two steps: its requests, scheduler and pool, and how it gets back into order."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_paged.config import PagedConfig
+from hf_paged.engine.features import StepFeature
+from hf_paged.engine.features.adapters import Adapters
+from hf_paged.engine.features.deadlines import Deadlines
+from hf_paged.engine.features.drafts import Speculation
+from hf_paged.engine.features.feature_set import FeatureSet
+from hf_paged.engine.features.grammars import PendingMasks, StructuredOutput
+from hf_paged.engine.features.lockstep import JoiningRows
+from hf_paged.engine.features.log_probs import LogProbs
+from hf_paged.engine.features.stop_rules import StopRules
+from hf_paged.engine.features.streaming import Streaming
+from hf_paged.engine.features.text import Text
+from hf_paged.engine.features.versions import Versions
+from hf_paged.engine.frozen_heap import HeapHold
+from hf_paged.engine.grammars import Grammars
+from hf_paged.engine.lockstep import LockstepBatch, Way
+from hf_paged.engine.observer import Observers
+from hf_paged.engine.request_maker import RequestMaker
+from hf_paged.engine.request_table import RequestTable
+from hf_paged.engine.session import Request, failed_output
+from hf_paged.errors import EngineClosedError
+from hf_paged.guards.capturing import no_capturing
+from hf_paged.models import ModelExecutor
+from hf_paged.outputs import StepOutput
+from hf_paged.runner.device import DevicePool
+from hf_paged.runner.model_runner import ModelRunner, StepHandle
+from hf_paged.runner.weights import WeightsGuard
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+class EngineState:
+    """Requests, scheduler and device pool of one engine, and what happens to them between steps and after an interrupt.
+
+    Not thread-safe: the engine holds its lock around every call.
+
+    Attributes:
+        requests: the unfinished ones by their ids.
+        batches: rows of callers who pick their tokens themselves.
+        dirty: scheduler or runner may be half-way through a change: an interrupt leaves it set.
+        weights_in_doubt: from where a caller writes to the weights to the end of `weights_written`.
+        control_flag: of a sharded model: a committed step announced commands of rank 0.
+        failed_here: requests of a sharded model that fail on this rank alone.
+        totals: counters; those that a scheduler counts hold what schedulers that are gone had counted.
+    """
+
+    def __init__(self, executor: ModelExecutor, config: PagedConfig, tokenizer: Any, *, owns_device: bool) -> None:
+        self._executor = executor
+        self._config = config
+        self.tokenizer = tokenizer
+        self.pool = DevicePool(executor, config, owns_device=owns_device)
+        core = weakref.proxy(self)  # of what the engine holds, nothing holds the engine
+        self._guard = WeightsGuard(executor, lambda version: core.features.weights_changed(version))
+        self.grammars = Grammars(executor.num_logits, config)
+        is_parallel = executor.group.is_parallel
+        self.features = FeatureSet((
+            Deadlines(is_own_clock=not is_parallel),
+            Versions(lambda: core.weights_version),
+            Adapters(executor),
+            LogProbs(),
+            Text(lambda: core.tokenizer),
+            StructuredOutput(self.grammars, lambda: core.tokenizer, lambda: core.runner.device, executor.num_logits),
+            Speculation(is_on=config.speculation and not is_parallel),  # plans of ranks have to agree
+            StopRules(),
+            Streaming(),
+        ), lambda request, error: core._fail(request, error), lambda request, reason: core.end(request, reason))
+        self.make_request = RequestMaker(executor, config, self.pool, self.features).make
+        self.scheduler: Scheduler | None = None
+        self._resting: tuple[ModelRunner, Scheduler] | None = None  # of a pool that was released
+        self._table = RequestTable(self.features)
+        self.requests = self._table.by_id
+        self.observers = Observers()
+        self._heap_hold = HeapHold()
+        self.batches: list[LockstepBatch] = []
+        self._joining = JoiningRows(core, self.batches, self.features[Adapters])
+        self._batch_numbers = itertools.count()
+        self._in_flight: tuple[StepPlan, StepHandle] | None = None
+        self.dirty = False
+        self.weights_in_doubt = False
+        self.stepping_thread: int | None = None
+        self.control_flag = False
+        self.failed_here: list[str] = []
+        self._pending: PendingMasks | None = None  # of the step in flight, whose tokens are not drawn yet
+        self._masking: StepFeature | None = None  # the one that makes masks of the step launched last
+        self._waited: tuple[float, float] | None = None  # for the step in flight: from when to when
+        self._committing: tuple[StepPlan, np.ndarray] | None = None  # and the rows whose tokens were taken
+        self._state_key = b""  # of the model, when the runner was prepared
+        self.totals = dict.fromkeys(
+            ("preemptions", "generated", "prefill", "steps", "queries", "hits", "drafts", "accepted drafts"), 0
+        )
+
+    def commit_in_flight(self) -> bool:
+        """Wait for the step in flight and commit it; False if there was none."""
+        raise NotImplementedError
+
+    @property
+    def owes_requests(self) -> bool:
+        """Have rows of calls in lockstep to wait until requests had steps of their own?"""
+        return bool(self.requests) and not self._joining.may_join()
+
+    def end_orphans(self) -> None:
+        """As of `JoiningRows`."""
+        self._joining.end_orphans()
+
+    def make_way(self, asking: LockstepBatch | None) -> Way:
+        """As of `JoiningRows`."""
+        return self._joining.make_way(asking)
+
+    def count_batch(self) -> int:
+        """A number above those given out before."""
+        return next(self._batch_numbers)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.dirty = True
+        scheduler = self.scheduler_or_build()
+        end = None if request.made is None else self._resumed_end(request)
+        if end is None:
+            scheduler.add(request.sequence)
+        self._table.add(request, arrives=end is None)
+        if self.observers.all:
+            self.observers.tell("queued", request)
+        if end is not None:
+            request.sequence.end(end)
+            self.end(request, end)
+        self.dirty = False
+
+    def _resumed_end(self, request: Request) -> str | None:
+        """Why a request that goes on from output of before is over already, if so."""
+        assert request.made is not None
+        if not request.sequence.max_new_tokens:  # it has no output, and its prompt is to be scored
+            return None
+        try:
+            ends = self.features.start_over(request, request.made.token_ids)
+        except Exception as error:
+            request.error = f"this request failed: {error!r}"
+            return "error"
+        reason = request.sequence.reached_end(self.pool.max_model_len)
+        return "stop" if reason is None and ends else reason
+
+    @property
+    def is_in_use(self) -> bool:
+        """Do requests run, or rows of calls that pick their tokens themselves?"""
+        return bool(self.requests or (self.batches and any(not batch.is_orphan for batch in self.batches)))
+
+    def note_use(self) -> None:
+        """Requests or rows may have come or gone: what belongs to the process as a whole follows."""
+        self._heap_hold.note(self.is_in_use)
+
+    @property
+    def is_idle(self) -> bool:
+        """No request, and nothing in flight."""
+        return not self.requests and self._in_flight is None
+
+    def end(self, request: Request, reason: str, error: str | None = None) -> None:
+        """End a request, wherever it is, and hand out its completion; one that has ended stays as it was.
+
+        No other code makes completions. Tokens that are in flight are dropped, and the blocks of such a request are
+        free once the step is committed (see `drain`).
+        """
+        if request not in self._table:
+            return
+        if error is not None:
+            request.error = error
+        with self._undivided():
+            if self.scheduler is not None:
+                self.scheduler.finish(request.sequence, reason)
+            output = self._last_output(request)
+            request.session.hand_out(request, output, request.num_emitted + len(output.new_token_ids))
+            self.drop(request)
+            if self.observers.all:
+                self.observers.tell("finished", request, output)
+
+    @contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """For what has to happen as a whole: after an interrupt in here, the next entry recovers.
+
+        Code of the user (a tokenizer, what garbage collection runs) that comes back to the engine from in here is
+        treated as inside of a step.
+        """
+        was_dirty, outer = self.dirty, self.stepping_thread
+        self.dirty, self.stepping_thread = True, threading.get_ident()
+        try:
+            yield
+            self.dirty = was_dirty
+        finally:
+            self.stepping_thread = outer
+
+    def _last_output(self, request: Request) -> StepOutput:
+        try:
+            return request.completed()
+        except Exception as failure:
+            message = request.error or f"this request failed at its end: {failure!r}"
+            return failed_output(request.sequence, request.num_emitted, message)
+
+    def drop(self, request: Request) -> None:
+        """Take a request out without a completion: its caller is gone, or has the completion already."""
+        self._table.remove(request)
+
+    def refuse(self, request: Request, error: str) -> None:
+        """End a request that came and cannot run."""
+        self.drain()
+        self.end(request, "error", error)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request with what was raised in its own part of a step."""
+        if request.error is not None:
+            return  # of a sharded model, and on its way to the other ranks already
+        logger.warning("hf_paged: request %s ends: %r", request.request_id, error, exc_info=error)
+        request.error = f"this request failed: {error!r}"
+        kept = request.sequence.num_output_tokens - self._num_taken(request.sequence)
+        request.num_kept = max(kept, request.num_emitted)
+        if self._executor.group.is_parallel:  # to be ended on every rank
+            self.failed_here.append(request.request_id)
+        else:
+            self.end(request, "error")
+
+    def _num_taken(self, sequence: Sequence) -> int:
+        """Tokens that the commit under way has given to a sequence."""
+        if self._committing is None:
+            return 0
+        plan, rows = self._committing
+        return sum(plan.sequences[row] is sequence for row in rows.tolist())
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """For code that runs the device beside `step`: an exception in here makes the next entry start afresh."""
+        self.dirty = True
+        with self._at_work():
+            yield
+        self.dirty = False
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """The state that a step runs in, outside of one."""
+        with torch.inference_mode(False), torch.no_grad(), ambient(self._executor.kv_spec().device):
+            yield
+
+    @property
+    def model(self) -> Any:
+        """Whose modules the steps run."""
+        return self._executor.model
+
+    @property
+    def device(self) -> torch.device:
+        """The model's."""
+        return self._executor.kv_spec().device
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What runs steps, once there is a pool."""
+        assert self.pool.runner is not None
+        return self.pool.runner
+
+    @property
+    def weights_version(self) -> int:
+        """Goes up whenever the weights, active adapters or constants were found to be others than before."""
+        return self._guard.version
+
+    def scheduler_or_build(self) -> Scheduler:
+        if self.scheduler is None:
+            with self._at_work():
+                runner = self.pool.build()
+            resting, self._resting = self._resting, None
+            if resting is not None and resting[0] is runner and resting[1].num_blocks == runner.cache.num_blocks:
+                self.scheduler = resting[1]  # to make a hundred thousand blocks takes longer than to map them
+            else:
+                self.scheduler = self._new_scheduler(runner.cache.num_blocks)
+        return self.scheduler
+
+    def _new_scheduler(self, num_blocks: int) -> Scheduler:
+        config = SchedulerConfig(
+            block_size=self._config.block_size, num_blocks=num_blocks, max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens, max_model_len=self.pool.max_model_len,
+            enable_prefix_caching=self._config.enable_prefix_caching, group_prefixes=self._config.group_prefixes,
+        )
+        core = weakref.proxy(self)  # which holds the scheduler
+        return Scheduler(config, on_shortage=self.pool.grow, on_few_slots=self.runner.grow_slots,
+                         on_stuck=lambda: core.make_way(None) is not Way.NONE)
+
+    def abandon(self) -> None:
+        """Give everything up where it stands: of a sharded model whose other ranks are not asked any more."""
+        self._table.clear()
+        self._in_flight, self._pending, self.dirty = None, None, False
+        self._tell_of_new_start()
+        self.note_use()
+        self.drop_pool()
+
+    def drop_pool(self) -> None:
+        """Everything on the device goes."""
+        self._forget_pool()
+        self._guard.release()
+        self.pool.drop()
+
+    def release_pool(self) -> None:
+        """The pool's memory goes; its addresses and the graphs stay where that can be (see `DevicePool.release`)."""
+        runner, scheduler = self.pool.runner, self.scheduler
+        self._forget_pool()
+        self.pool.release()
+        if runner is not None and self.pool.runner is runner and scheduler is not None and scheduler.start_over():
+            self._resting = runner, scheduler
+
+    def _forget_pool(self) -> None:
+        self._joining.lose()
+        self._retire_scheduler()
+        self._resting = None
+        self.features.lose_steps()
+        self._guard.forget()
+
+    def _retire_scheduler(self) -> None:
+        if self.scheduler is not None:
+            manager = self.scheduler.kv_cache_manager
+            totals = {**self.totals}
+            totals["preemptions"] += self.scheduler.num_preemptions
+            totals["queries"] += manager.prefix_cache_queries
+            totals["hits"] += manager.prefix_cache_hits
+            self.totals, self.scheduler = totals, None  # together: an interrupt has nothing counted twice
+
+    def recover_if_dirty(self) -> None:
+        """After an interrupt at an unknown point: a fresh scheduler over the same pool, unfinished requests anew.
+
+        Requests of other callers go on behind the tokens that these were given, or from their beginning.
+        """
+        if not self.dirty:
+            return
+        if self._executor.group.is_parallel:
+            raise EngineClosedError("a step of a sharded model was interrupted: expected a new PagedGenerator")
+        self._in_flight = self._pending = self._waited = self._committing = None
+        self.features.lose_steps()
+        self._guard.forget()
+        self._joining.lose()
+        self._retire_scheduler()
+        self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.num_blocks else None
+        for request in list(self.requests.values()):  # one may have been half added, or half ended
+            if (last := request.session.last_of(request)) is not None:
+                request.num_emitted = last[1]
+            if (last is not None and last[0].completion is not None) or not request.is_open:
+                self.drop(request)
+        self.features.keep(self.requests.values())
+        for request in list(self.requests.values()):
+            self._start_again(request)
+        self._table.arrive_again()
+        self._tell_of_new_start()
+        self.dirty = False
+
+    def _tell_of_new_start(self) -> None:
+        if self.observers.all:
+            self.observers.tell("started_over", list(self.requests.values()))
+
+    def _start_again(self, request: Request) -> None:
+        made = request.sequence.output_token_ids[: request.num_emitted]
+        try:
+            self.features.start_over(request, made)  # where it raises, the output is still there
+            request.restart(made)
+        except Exception as error:  # the scheduler does not know it any more
+            self.end(request, "error", f"this request failed: {error!r}")
+        else:
+            self.scheduler_or_build().add(request.sequence)
+
+    def restart_over_a_new_pool(self) -> None:
+        """The model went to another dtype or device under running requests: as after an interrupt."""
+        self._in_flight = self._pending = None
+        self.drop_pool()
+        self.dirty = True
+        self.recover_if_dirty()
+
+    def drain(self) -> None:
+        """Commit what is in flight, so that blocks can be freed."""
+        self.recover_if_dirty()
+        if self._in_flight is not None:
+            self.dirty = True
+            self.commit_in_flight()
+            self.dirty = False
+
+    def follow_stream(self) -> None:
+        """Work that this thread enqueues from now on runs behind the last step, and the next step behind it."""
+        if self.pool.runner is not None:
+            self.pool.runner.follow_stream()
+
+
+@contextmanager
+def ambient(device: torch.device) -> Iterator[None]:
+    """The state the engine runs in, whatever its caller's: the model's GPU current, autocast, default device and
+    collectors of outputs off.
+
+    No tensor of ours depends on the default dtype, which all threads share, so that it cannot be set here.
+    """
+    # A default device costs every call of torch some microseconds, so it is only set against one of the caller's.
+    has_default = torch.utils._device.CURRENT_DEVICE is not None
+    default = torch.device(device) if has_default else nullcontext()
+    casts = torch.is_autocast_enabled(device.type)
+    autocast = torch.autocast(device.type, enabled=False) if casts else nullcontext()
+    with autocast, default, no_capturing():
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield
+        else:
+            yield

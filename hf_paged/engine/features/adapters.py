@@ -1,0 +1,45 @@
+"""Requests that name a LoRA adapter, which may come, change and go while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hf_paged.engine.features import StepFeature
+from hf_paged.engine.session import Request
+from hf_paged.models import ModelExecutor
+from hf_paged.models.tuners import AdapterCounts
+
+
+class Adapters(StepFeature):
+    """Looks whether the adapters of requests are there, and may be named.
+
+    Args:
+        executor: of the model that has them.
+    """
+
+    def __init__(self, executor: ModelExecutor) -> None:
+        super().__init__()
+        self._executor = executor
+        self._counts = AdapterCounts(())  # when the runner was prepared
+
+    def uses(self, request: Request) -> bool:
+        return request.settings.adapter_name is not None
+
+    def model_may_differ(self) -> bool:
+        if self._counts.hold():
+            return False
+        self._executor.compare_again()
+        return True
+
+    def prepared(self) -> None:
+        self._counts = self._executor.adapter_counts()
+
+    def unfit(self, requests: Iterable[Request]) -> list[tuple[Request, str]]:
+        named = [(request, name) for request in requests if (name := request.settings.adapter_name) is not None]
+        errors = self.errors(name for _, name in named)
+        return [(request, errors[name]) for request, name in named if name in errors]
+
+    def errors(self, names: Iterable[str | None]) -> dict[str, str]:
+        """What is wrong with those of these adapters that rows cannot name, as the model is now."""
+        reasons = {name: self._executor.adapter_reason(name) for name in dict.fromkeys(names) if name is not None}
+        return {name: f"adapter_name={name!r}: {reason.with_remedy}" for name, reason in reasons.items() if reason}

@@ -1,0 +1,44 @@
+"""Requests that end as "timeout" when their time is over, wherever they are."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from hf_paged.engine.features import StepFeature
+from hf_paged.engine.session import Request
+
+
+class Deadlines(StepFeature):
+    """The time limits of requests.
+
+    Args:
+        is_own_clock: this process ends late requests. Ranks of a sharded model end requests together, by rank 0's clock
+            (`CommandQueue`).
+    """
+
+    def __init__(self, is_own_clock: bool) -> None:
+        super().__init__()
+        self._is_own_clock = is_own_clock
+        self._next = math.inf  # not later than the first deadline, by `time.monotonic`
+
+    def uses(self, request: Request) -> bool:
+        return request.settings.timeout is not None
+
+    def admit(self, request: Request) -> None:
+        assert request.settings.timeout is not None
+        request.deadline = request.queued + request.settings.timeout
+        self._next = min(self._next, request.deadline)
+
+    def due(self) -> list[Request]:
+        if not self._is_own_clock or (now := time.monotonic()) < self._next:
+            return []
+        late, deadlines = [], [math.inf]
+        for request in self.requests.values():
+            assert request.deadline is not None
+            if request.deadline <= now:
+                late.append(request)
+            else:
+                deadlines.append(request.deadline)
+        self._next = min(deadlines)
+        return late

@@ -1,0 +1,59 @@
+"""Requests whose output is told as text, and what of it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_paged.engine.features import CommittedStep, StepFeature
+from hf_paged.engine.session import LastOutput, Request
+from hf_paged.engine.text import PLAIN_ENDING, Ending
+from hf_paged.options.settings import RequestSettings
+
+
+class Text(StepFeature):
+    """Requests whose session wants text, or which say what of their end is told.
+
+    Args:
+        tokenizer: returns the engine's tokenizer, or None.
+    """
+
+    def __init__(self, tokenizer: Callable[[], Any]) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def uses(self, request: Request) -> bool:
+        return request.session.text or not _is_plain(request.settings)
+
+    def admit(self, request: Request) -> None:
+        settings, tokenizer = request.settings, self._tokenizer()
+        if not _is_plain(settings):
+            own = tuple([token for token in settings.stop_token_ids if token not in settings.eos_token_ids])
+            request.ending = Ending(settings.stop_strings, own, settings.keeps_stop, settings.skips_special)
+        if request.session.text and request.session.stream and tokenizer is not None:
+            request.text = request.ending.stream(tokenizer)
+
+    def start_over(self, request: Request, made: list[int]) -> None:
+        if request.text is not None:
+            request.text.restart(made)
+
+    def stream(self, request: Request, step: CommittedStep, row: int, fields: dict[str, Any]) -> None:
+        if request.text is not None:
+            fields["new_text"] = request.text.push([step.token_list[row]])
+
+    def complete(self, request: Request, last: LastOutput) -> None:
+        ending, text = request.ending, None
+        tokenizer = self._tokenizer() if request.session.text else None
+        if tokenizer is not None and request.error is None:
+            text = piece = ending.text(last.reason, last.token_ids, tokenizer)
+            if request.text is not None:
+                piece = (request.text.push(last.fresh) if ending.keeps_stop else "") + request.text.finish(text)
+            last.completion["text"], last.output["new_text"] = text, piece
+        if ending is not PLAIN_ENDING:
+            last.reason, last.completion["stop_reason"] = ending.reason(last.reason, last.token_ids, tokenizer)
+
+
+def _is_plain(settings: RequestSettings) -> bool:
+    """Is nothing said of a request's end but what `PLAIN_ENDING` says?"""
+    return (not settings.stop_strings and not settings.stop_token_ids and settings.keeps_stop
+            and settings.skips_special)

@@ -1,0 +1,167 @@
+"""The model that an engine's steps run: what changed in it, and what then happens to requests and cached blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged.engine.engine_state import EngineState
+from hf_paged.engine.session import Request
+from hf_paged.runner.weights import ModelMark
+from hf_paged.scheduler import Scheduler, Sequence
+
+
+class PreparedModel(EngineState):
+    """Compares the model with what it was when the runner was prepared for it, and prepares the runner anew."""
+
+    def compute_under(self, autocast: torch.dtype | None) -> bool:
+        """Let what comes next be computed under this autocast; False where what runs now needs another.
+
+        Keys and values of another dtype, and all that belongs to them, go.
+        """
+        if autocast == self._executor.autocast:
+            return True
+        self.recover_if_dirty()
+        self.end_orphans()
+        if self.requests or self.batches:
+            return False
+        self._executor.autocast = autocast
+        if self.pool.moved():
+            self.drop_pool()
+        return True
+
+    def receive_rows(self, prompts: list[Sequence]) -> None:
+        """Prepare the runner for prompts that come beside the requests; sets their cache key."""
+        self._receive_sequences(self.scheduler_or_build(), prompts)
+
+    def model_changed(self) -> bool:
+        """Prepare the runner anew where the model computes something else than when prompts were last received."""
+        if self._executor.state_key(compares_tensors=False) == self._state_key:
+            if not self._executor.copies_are_stale():
+                return False
+            self._refresh_copies()
+            return True
+        self._leave_old_model(self.scheduler_or_build())
+        self._prepare()
+        return True
+
+    def weights_written(self) -> None:
+        """The weights are others since the last `drain`, whatever storages and counters say."""
+        if not self._executor.group.is_parallel:
+            self.recover_if_dirty()  # what the writer's own calls of the engine left
+        self._state_key = b""  # whatever else of the model changed with them is no version of its own
+        if self.scheduler is None:
+            self._guard.announce(None, is_busy=False)
+        elif self.pool.moved():
+            self._guard.announce(None, is_busy=False)
+            self.restart_over_a_new_pool()
+        else:
+            with self.changing(), self._executor.compared_once():
+                self._leave_old_model(self.scheduler)
+                is_busy = bool(self.requests or self.batches)
+                pool = self.scheduler.kv_cache_manager.block_pool
+                self._guard.announce(pool, is_busy=is_busy and self._config.enable_prefix_caching)
+                if is_busy:
+                    self._prepare()
+                    self._executor.refresh(None)
+        self.weights_in_doubt = False
+
+    def settle(self) -> None:
+        """Before a step: recover from an interrupt, also from one in the end of an update of the weights."""
+        self.recover_if_dirty()
+        if self.weights_in_doubt:
+            self.weights_written()
+
+    def trust_cache(self) -> None:
+        """Wait for the checksum that `receive_rows` started."""
+        if self._guard.pending:
+            assert self.scheduler is not None
+            self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
+
+    def model_mark(self) -> ModelMark:
+        """What the model computed when prompts were last received."""
+        config = self._config
+        options = {"merge_weights": config.merge_weights, "fused_kernels": config.fused_kernels,
+                   "one_launch": config.one_launch}
+        with self._at_work():
+            return ModelMark(options, self._executor.autocast, self._state_key, self._guard.checksum())
+
+    def weights_moved(self) -> bool:
+        """Do storage and version counters say that the weights are others than when prompts were received?"""
+        return self._guard.changed(full=False)
+
+    def _receive(self, scheduler: Scheduler) -> None:
+        """Prompts arrived: is the runner ready for the model as it is now, and may older cache content be used?"""
+        if arrivals := self._table.take_arrivals():
+            self._end_unfit(arrivals)
+            self._receive_sequences(scheduler, [request.sequence for request in arrivals if request in self._table])
+
+    def _receive_sequences(self, scheduler: Scheduler, arrivals: list[Sequence]) -> None:
+        manager, caching = scheduler.kv_cache_manager, self._config.enable_prefix_caching
+        key = self._executor.state_key()
+        self._use_keys(arrivals, key)
+        if scheduler.num_running or self._in_flight is not None:
+            would_hit = any(manager.get_computed_blocks(sequence)[0] for sequence in arrivals)
+            assert self.pool.runner is not None
+            changed = key != self._state_key or not self.pool.runner.is_current()
+            changed = changed or (caching and self._guard.changed(full=would_hit))
+            if not self._executor.group.any(changed):  # all ranks compute anew, or none
+                if self._executor.has_copies:  # what comes is computed with the weights as they are
+                    self._refresh_copies()
+                return
+            self._leave_old_model(scheduler)
+        self._prepare()
+        if caching:
+            self._guard.begin(manager.block_pool)
+        if self._executor.has_copies:
+            self.runner.follow_stream()
+            self._executor.refresh(self._guard.latest)
+        if caching:
+            sequences = [*(request.sequence for request in self.requests.values()), *arrivals]
+            if any(manager.has_older_hit(s.ids_between(0, manager.block_size), s.cache_key) for s in sequences):
+                self._guard.verify(manager.block_pool)
+
+    def _refresh_copies(self) -> None:
+        """Renew copies of weights in the middle of requests, which go on with the new ones as without copies."""
+        if self._executor.copies_are_stale():
+            self.commit_in_flight()  # other layers may need other copies
+            self._prepare()
+        self.runner.follow_stream()
+        self._executor.refresh(self._guard.fresh())
+
+    def _leave_old_model(self, scheduler: Scheduler) -> None:
+        """The model changed under running requests: they compute their keys and values again, or keep what they have.
+
+        Everyone after computes with the new one.
+        """
+        self.commit_in_flight()
+        self._executor.compare_again()  # a tokenizer or a stop rule may have run
+        scheduler.preempt_all(but_keepers=True)
+        for batch in self.batches:
+            batch.distrust()
+
+    def _prepare(self) -> None:
+        assert self.pool.runner is not None
+        self.pool.runner.prepare()
+        before, self._state_key = self._state_key, self._executor.state_key()
+        if self._state_key != before:
+            self.runner.look_at_windows()
+        if before and self._state_key != before:
+            self._guard.found_change()
+        for batch in self.batches if self._state_key != before else ():
+            batch.distrust()
+        self._end_unfit(list(self.requests.values()))
+        self.features.prepared()
+        self._use_keys([request.sequence for request in self.requests.values()], self._state_key)
+
+    def _end_unfit(self, requests: list[Request]) -> None:
+        """End those that cannot run on the model as it is; nothing of them is in flight."""
+        for request, error in self.features.unfit(requests) if self.features.having["unfit"] else ():
+            self.end(request, "error", error)
+
+    def _use_keys(self, sequences: list[Sequence], state_key: bytes) -> None:
+        """Under which the prefix cache keeps their blocks: of the model as it is, or of the adapter that they name."""
+        keys: dict[str | None, bytes] = {None: state_key}
+        for sequence in sequences:
+            if (name := sequence.adapter) not in keys:
+                keys[name] = self._executor.state_key(name)
+            sequence.use_model_key(keys[name])
