@@ -53,7 +53,7 @@ class PagedConfig:
             once, where that is faster. False: each row reads its own. On a CPU each does.
         enforce_eager: never capture CUDA graphs.
         attention_backend: one of "auto", "triton", "hopper", "flash_attn", "torch". "hopper": prompts by a kernel for
-            H100 and H200, "flash_attn": by an installed flash-attn 2, 3 or 4, the rest by "triton"; an error where it
+            H100 and H200, "flash_attn": by an installed flash-attn 2 or 3, the rest by "triton"; an error where it
             cannot be used. "torch" waits for the device in every step, so it runs without CUDA graphs.
         strict: raise `FallbackError` where a call would go to stock `generate`.
         seed: base seed of calls that bring none. None: drawn from torch's default generator, call by call.

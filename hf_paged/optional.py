@@ -7,7 +7,6 @@ import importlib
 # By extra of pyproject.toml: the modules that its uses import, the package of its name first.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "flash-attn": ("flash_attn",),
-    "flash-attn-4": ("flash_attn.cute",),
     "metrics": ("prometheus_client",),
     "peft": ("peft",),
     "plot": ("matplotlib",),

@@ -33,7 +33,6 @@ BEHIND_A_CHECK = {"engine/grammars.py": "engine/grammars.py", "engine/matchers.p
 # Every extra of users: lines of Python that use it.
 USES = {
     "flash-attn": "raise_reason(flash_backend.load(package('flash_attn'))[1])",
-    "flash-attn-4": "raise_reason(flash_backend.load(package('flash_attn.cute'))[1])",
     "metrics": "generator().metrics()",
     "peft": "generator().load_adapter('one', {}, {})",
     "plot": "generator().engine.draw_cache()",

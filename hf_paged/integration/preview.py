@@ -164,7 +164,7 @@ def _attention(executor: ModelExecutor, config: PagedConfig, device: torch.devic
     if backend.name == "flash_attn" or device.type != "cuda":
         return backend.name, None
     missing = flash_backend.missing(device, spec.cache_dtype, spec.head_dim, config.block_size)
-    return backend.name, missing or "an installed package could, and none was measured to be faster on such a GPU"
+    return backend.name, missing or "an installed package could: attention_backend='flash_attn' takes it"
 
 
 def _memory(model: PreTrainedModel, executor: ModelExecutor, config: PagedConfig, device: torch.device) -> Memory:

@@ -37,9 +37,8 @@ OF_A_MAKER = {"get_device_capability", "get_arch_list", "get_gencode_flags", "gc
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that says (9, 0), as an H200 and an MI250 do."""
-    cached = [hopper_support.why_not_on, flash_backend._major, flash_backend.is_preferred, _triton.pdl_supported,
-              _device.shared_memory, _device.num_multiprocessors, decoder_layers_support._why_not_on,
-              linear._shared_memory]
+    cached = [hopper_support.why_not_on, flash_backend._major, _triton.pdl_supported, _device.shared_memory,
+              _device.num_multiprocessors, decoder_layers_support._why_not_on, linear._shared_memory]
     for one in cached:
         one.cache_clear()
     properties = type("Properties", (), {"shared_memory_per_block_optin": 232448, "multi_processor_count": 132})

@@ -185,15 +185,11 @@ class FlashBackend(TritonBackend):
 
     Rows of one new token always take the Triton kernel, which reads faster than FlashAttention-3 (docs/performance.md)
     and needs no page table a row. What no installed package carries (fp32, sinks, a head size, a block size: see
-    `flash_backend`) goes to Triton as well, call by call; with ``measured_only`` so does every package that was not
-    measured to be faster.
+    `flash_backend`) goes to Triton as well, call by call.
     """
 
     name = "flash_attn"
-    knows_pool_size = True  # FlashAttention 3 and 4 load pages by descriptors of the whole cache
-
-    def __init__(self, *, measured_only: bool = False) -> None:
-        self.measured_only = measured_only
+    knows_pool_size = True  # FlashAttention 3 loads pages by descriptors of the whole cache
 
     def plan_prompts(self, groups: PrefixGroups, prompts: Prompts, num_heads: int, num_kv_heads: int, head_dim: int,
                      dtype: torch.dtype, device: torch.device, share_of_layers: float) -> None:
@@ -203,7 +199,7 @@ class FlashBackend(TritonBackend):
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
         if meta.max_query_len > 1 and options.sinks is None:
-            result = flash_backend.flash_prefill(q, k_cache, v_cache, meta, options, measured_only=self.measured_only)
+            result = flash_backend.flash_prefill(q, k_cache, v_cache, meta, options)
             if result is not None:  # the packages do not write where they are told to
                 return result if out is None else out.copy_(result)
         return super().run(q, k_cache, v_cache, meta, options, out)
@@ -217,8 +213,7 @@ BACKENDS: dict[str, AttentionBackend] = {
 def resolve_backend(name: str, device: torch.device) -> AttentionBackend:
     """The backend that ``name`` stands for on ``device``.
 
-    ``"auto"`` is torch off CUDA. On CUDA it is hopper where that runs, flash_attn where a FlashAttention package is
-    installed that has been measured to be faster on such a GPU (`flash_backend.MEASURED_FASTER`), else triton.
+    ``"auto"`` is torch off CUDA. On CUDA it is hopper where that runs, else triton.
 
     Raises:
         ValueError: an unknown name; the message lists the accepted ones.
@@ -228,7 +223,7 @@ def resolve_backend(name: str, device: torch.device) -> AttentionBackend:
             return BACKENDS["torch"]
         if hopper_support.why_not_on(device) is None:
             return HopperBackend(measured_only=True)
-        return FlashBackend(measured_only=True) if flash_backend.is_preferred(device) else BACKENDS["triton"]
+        return BACKENDS["triton"]
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is unknown; accepted: {', '.join(('auto', *BACKENDS))}")
     return BACKENDS[name]
