@@ -28,12 +28,13 @@ import numpy as np
 import torch
 import triton
 
-from hf_paged.kernels.attention.backends import AttentionBackend, resolve_backend
+from hf_paged.attention.backend import AttentionBackend
+from hf_paged.attention.paged_attention import paged_attention
+from hf_paged.attention.plan_decode import plan_items
+from hf_paged.attention.registry import resolve_backend
 from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
-from hf_paged.kernels.attention.decode_work import plan_items
-from hf_paged.kernels.attention.metadata import AttentionOptions, DecodeWork, PagedMetadata
-from hf_paged.kernels.attention.paged_attention import paged_attention
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
+from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, PagedMetadata
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
 from hf_paged.kernels.layer.linear import linear
 from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store

@@ -27,7 +27,7 @@ from kernel_speed import decode_work, graph_time
 from hf_paged.kernels import _triton
 from hf_paged.kernels._triton import pdl_supported
 from hf_paged.kernels.attention.decode import config_of, paged_attention_decode
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 from hf_paged.kernels.layer._gemv import GemvConfig
 from hf_paged.kernels.layer._linear_dot import MAX_ROWS, DotConfig
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm

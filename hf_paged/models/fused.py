@@ -24,7 +24,7 @@ from hf_paged.guards.facts import tensors_inside
 from hf_paged.guards.families import Family
 from hf_paged.guards.remedies import DISAGREE
 from hf_paged.guards.untouched import Untouched
-from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.build.compiling import is_dry
 from hf_paged.kernels.hopper import decoder_layers_support
 from hf_paged.kernels.layer.linear import makes_parts

@@ -12,7 +12,7 @@ import torch
 from hf_paged.kernels._triton import after_previous_kernel, column_numbers, jit, on_device_of, pdl_options, tl, triton
 from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
 from hf_paged.kernels.attention._tile import padded_head_dim
-from hf_paged.kernels.attention.metadata import ROW_FIELDS, PartItem, RowEntry
+from hf_paged.kernels.attention.types import ROW_FIELDS, PartItem, RowEntry
 
 ROWS, FIRST, SLOT, BEGIN, END, SPLIT, SPLITS, PART, LENGTH = column_numbers(PartItem)
 ROW_PART, ROW_PIECES, MEMBER, MEMBER_PART, MEMBER_LENGTH = column_numbers(RowEntry)
@@ -187,7 +187,7 @@ def join_parts(out: torch.Tensor, acc: torch.Tensor, sums: torch.Tensor, rows: t
 
     Args:
         acc, sums: ``[num_parts, Hq, D]`` and ``[num_parts, Hq, 2]``, float32.
-        rows: ``[R, ROW_FIELDS]`` int32, see :class:`~hf_paged.kernels.attention.metadata.RowEntry`.
+        rows: ``[R, ROW_FIELDS]`` int32, see :class:`~hf_paged.kernels.attention.types.RowEntry`.
     """
     num_rows, num_heads, head_dim = out.shape
     group = num_heads // num_kv_heads

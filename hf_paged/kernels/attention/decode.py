@@ -24,9 +24,12 @@ from hf_paged.kernels._triton import (
     triton,
 )
 from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
-from hf_paged.kernels.attention.decode_work import MAX_SPLITS, MIN_SPLIT, even_work
-from hf_paged.kernels.attention.metadata import ITEM_FIELDS, AttentionOptions, DecodeWork, PagedMetadata, WorkItem
+from hf_paged.kernels.attention.types import ITEM_FIELDS, AttentionOptions, DecodeWork, PagedMetadata, WorkItem
 
+# A row is never cut further: its splits are joined by one program.
+MAX_SPLITS = 64
+# A shorter split costs more in its start and its part of the joining than it gains.
+MIN_SPLIT = 64
 # Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
 _DEEP_SHARED_MEMORY = 160 << 10
 # Rows times KV heads a multiprocessor up to which a step counts as tiny, as few, as small, as middling.
@@ -111,7 +114,7 @@ def config_of(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtyp
 
 
 def cta_slots_of(config: DecodeConfig, num_kv_heads: int, device: torch.device) -> int:
-    """Splits of one KV head that run at the same time, for :func:`~.decode_work.plan_items`."""
+    """Splits of one KV head that run at the same time, which a plan of the rows is cut for."""
     return max(1, config.programs_per_sm * num_multiprocessors(device) // num_kv_heads)
 
 
@@ -283,6 +286,18 @@ def _join_splits(
     tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
 
 
+def even_work(meta: PagedMetadata, num_kv_heads: int, splits: int) -> DecodeWork:
+    """Every row cut alike, for callers without a plan; made on the device, without waiting for it."""
+    device = meta.seq_lens.device
+    num_rows = meta.seq_lens.numel()
+    row = torch.arange(num_rows, device=device, dtype=torch.int32).repeat_interleave(splits)
+    split = torch.arange(splits, device=device, dtype=torch.int32).repeat(num_rows)
+    length, slot = meta.seq_lens.repeat_interleave(splits), meta.slots.repeat_interleave(splits)
+    columns = WorkItem(row=row, split=split, num_splits=torch.full_like(row, splits), length=length, slot=slot)
+    arrivals = torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device)
+    return DecodeWork(torch.stack(columns, dim=1), arrivals)
+
+
 def paged_attention_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -293,7 +308,7 @@ def paged_attention_decode(
     out: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` where every row has exactly one new token.
+    """:func:`~hf_paged.attention.paged_attention.paged_attention` where every row has exactly one new token.
 
     fp16, bf16 or fp32; head_dim up to 256. One Triton launch over ``meta.work``; without a plan every row is cut alike.
     The grid depends on the number of items alone: a CUDA graph serves every plan that has as many.

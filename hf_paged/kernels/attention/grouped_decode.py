@@ -1,19 +1,18 @@
 # mypy: disallow-untyped-defs=False
 """Paged attention for rows of one new token that share prefixes: what a group shares is read once for a tile of rows.
 
-Over planned parts (`grouped_work`). A tile of a group's queries is one operand of the tensor cores, as in
-Hydragen (Juravsky et al. 2024, arXiv 2402.05099), ChunkAttention (Ye et al. 2024, arXiv 2402.15220, whose prefix tree
-nests as groups do) and FlashInfer's cascade inference (Ye et al. 2025, arXiv 2501.01005, which joins partial results by
-their sums of weights, too). Here the parts of all levels and rows run beside each other in one grid; a small second
-launch joins them. (Joining by whoever finishes a row's last piece, as in `decode`, made that program join a whole tile
-of rows alone, which took longer than everything before it.)
+Over planned parts (`hf_paged/attention/plan_groups.py`). A tile of a group's queries is one operand of the tensor
+cores, as in Hydragen (Juravsky et al. 2024, arXiv 2402.05099), ChunkAttention (Ye et al. 2024, arXiv 2402.15220, whose
+prefix tree nests as groups do) and FlashInfer's cascade inference (Ye et al. 2025, arXiv 2501.01005, which joins
+partial results by their sums of weights, too). Here the parts of all levels and rows run beside each other in one grid;
+a small second launch joins them. (Joining by the program that finishes a row's last piece, as in `decode`, made that
+program join a whole tile of rows alone, which took longer than everything before it.)
 """
 
 from __future__ import annotations
 
 import torch
 
-from hf_paged.device.cuda import num_multiprocessors, shared_memory
 from hf_paged.kernels._triton import jit, on_device_of, pdl_supported, require_triton, tl, triton
 from hf_paged.kernels.attention._parts import (
     BEGIN,
@@ -32,9 +31,8 @@ from hf_paged.kernels.attention._parts import (
     store_part,
 )
 from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
-from hf_paged.kernels.attention.decode_work import MIN_SPLIT
-from hf_paged.kernels.attention.grouped_work import MIN_GROUP_SPLIT, MIN_SAVED, Kernel
-from hf_paged.kernels.attention.metadata import (
+from hf_paged.kernels.attention.decode import MIN_SPLIT
+from hf_paged.kernels.attention.types import (
     PART_FIELDS,
     ROW_FIELDS,
     AttentionOptions,
@@ -44,6 +42,8 @@ from hf_paged.kernels.attention.metadata import (
     positively_scaled,
 )
 
+# A group's split has all its rows' partial results to write: shorter ones cost more in that than they gain.
+MIN_GROUP_SPLIT = 128
 # By bytes of one head's key (padded). Measured on an H200 for 256 bytes (docs/performance.md); larger tiles for larger
 # groups were no faster, since three programs a multiprocessor hide more than they save.
 _G = GroupedConfig
@@ -76,19 +76,6 @@ def grouped_config(head_dim_pad: int, itemsize: int, group: int, shared_memory: 
     configs = _FLOAT if itemsize == 4 else _DEEP if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW
     config = configs[max(64, head_dim_pad * itemsize)]
     return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
-
-
-def grouped_kernel_of(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
-                      device: torch.device) -> Kernel:
-    """What :func:`paged_attention_grouped` is on `device`."""
-    group, head_dim_pad = num_heads // num_kv_heads, padded_head_dim(head_dim)
-    config = grouped_config(head_dim_pad, dtype.itemsize, group, shared_memory(device))
-    multiprocessors = num_multiprocessors(device)
-    return Kernel(
-        config, tile_rows=config.block_m // group,
-        cta_slots=max(1, config.programs_per_sm * multiprocessors // num_kv_heads),
-        positions_worth_it=MIN_SAVED * 256 / (head_dim_pad * dtype.itemsize) * multiprocessors / num_kv_heads,
-    )
 
 
 @jit()
@@ -219,13 +206,13 @@ def paged_attention_grouped(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` of one new token a row, over ``meta.work``.
+    """:func:`~hf_paged.attention.paged_attention.paged_attention` of one new token a row, over ``meta.work``.
 
     fp16, bf16 or fp32; head_dim up to 256. The grid and the memory for parts depend on the shapes of the plan alone: a
     CUDA graph serves every plan of the same shapes and tile.
 
     Args:
-        meta: its ``work`` is a :class:`~hf_paged.kernels.attention.metadata.GroupedWork`.
+        meta: its ``work`` is a :class:`~hf_paged.kernels.attention.types.GroupedWork`.
         out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
     """
     require_triton()

@@ -12,7 +12,7 @@ from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, trit
 from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
 from hf_paged.kernels.attention._parts import ROW_PART, ROW_PIECES
 from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
-from hf_paged.kernels.attention.metadata import ROW_FIELDS, AttentionOptions, PagedMetadata, positively_scaled
+from hf_paged.kernels.attention.types import ROW_FIELDS, AttentionOptions, PagedMetadata, positively_scaled
 
 
 class PrefillConfig(NamedTuple):
@@ -270,7 +270,7 @@ def paged_attention_prefill(
     config: PrefillConfig | None = None,
     shared: SharedParts | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` for rows of any length, one Triton launch.
+    """:func:`~hf_paged.attention.paged_attention.paged_attention` for rows of any length, one Triton launch.
 
     fp16, bf16 or fp32; head_dim up to 256. Rows find their tiles on the device (a tile's row by binary search over
     ``query_start``, as in vLLM's unified kernel), so the grid needs only T and R.

@@ -12,13 +12,15 @@ import torch
 from paged_cases import Case, expected, make_case, worst_error
 
 import hf_paged
-from hf_paged.kernels.attention import flash_backend as fb
-from hf_paged.kernels.attention.backends import BACKENDS, resolve_backend
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
-from hf_paged.kernels.attention.paged_attention import paged_attention
+from hf_paged.attention import flash_attn_backend as fb
+from hf_paged.attention.paged_attention import paged_attention
+from hf_paged.attention.registry import BACKENDS, resolve_backend
+from hf_paged.attention.spec import AttentionSpec
 from hf_paged.kernels.attention.reference import paged_attention_reference
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 
 CPU = torch.device("cpu")
+SPEC = AttentionSpec(16, 8, 128, torch.bfloat16, CPU, 16)
 FLASH_3, FLASH_2 = fb.PACKAGES
 BLOCK_SIZE = {FLASH_2.name: 256, FLASH_3.name: 16}
 
@@ -290,10 +292,10 @@ def test_nothing_usable_is_an_error_at_construction(trained_model):
 
 
 def test_missing_names_every_package(machine):
-    assert fb.missing(CPU, torch.bfloat16, 128, 16).count("not installed") == 2
+    assert fb.missing(SPEC).count("not installed") == 2
     machine.install(FLASH_2)
-    assert "flash-attn 2: takes a block_size" in fb.missing(CPU, torch.bfloat16, 128, 16)
-    assert fb.missing(CPU, torch.bfloat16, 128, 256) is None
+    assert "flash-attn 2: takes a block_size" in fb.missing(SPEC)
+    assert fb.missing(SPEC._replace(block_size=256)) is None
 
 
 def gpu_adapter(adapter: fb.FlashPackage) -> fb.FlashPackage:

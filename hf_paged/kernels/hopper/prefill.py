@@ -27,9 +27,9 @@ from hf_paged.device.cuda import num_multiprocessors
 from hf_paged.kernels._gluon import barrier, load_box, reinterpret
 from hf_paged.kernels._triton import on_device_of, triton
 from hf_paged.kernels.attention._tile import LOG2_E
-from hf_paged.kernels.attention.hopper_support import BLOCK_M, POSITIONS, packed_heads
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, TileQueue, positively_scaled
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, TileQueue, positively_scaled
 from hf_paged.kernels.build.compiling import noted
+from hf_paged.kernels.hopper.prefill_support import BLOCK_M, POSITIONS, packed_heads
 
 _BLOCK_M = gl.constexpr(BLOCK_M)
 _LANES = gl.constexpr(64)  # of a column of shared memory, the widest that TMA swizzles
@@ -593,7 +593,7 @@ def paged_attention_hopper(
     out: torch.Tensor | None = None,
     config: HopperConfig | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` for what `hopper_support.takes`, one launch.
+    """:func:`~hf_paged.attention.paged_attention.paged_attention` for what `prefill_support.takes`, one launch.
 
     Args:
         out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.

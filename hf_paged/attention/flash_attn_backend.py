@@ -1,4 +1,4 @@
-"""Prefill attention by an installed FlashAttention package: an adapter for each of versions 2 and 3.
+"""The backend of installed FlashAttention packages for prompts: an adapter for each of versions 2 and 3.
 
 A package is imported when its adapter is first considered, never with this module. What a package cannot carry
 exactly is refused before the call, with a reason; then another package is taken, or Triton. Nothing waits for the
@@ -16,10 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_paged.attention.plan_prompts import Prompts
+from hf_paged.attention.spec import AttentionSpec
+from hf_paged.attention.triton_backend import TritonBackend
 from hf_paged.device.cuda import compute_capability
 from hf_paged.kernels._triton import on_device_of
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, positively_scaled
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, positively_scaled
 from hf_paged.optional import install
+from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 
 class AttentionShape(NamedTuple):
@@ -153,11 +157,11 @@ def choose(device: torch.device, shape: AttentionShape) -> FlashPackage | None:
     return next((package for package in PACKAGES if why_not(package, device, shape) is None), None)
 
 
-def missing(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+def missing(spec: AttentionSpec) -> str | None:
     """Why no package can carry a model's prefill, package by package; None where one can."""
-    shape = AttentionShape(dtype, head_dim, block_size)
-    reasons = [f"{package.name}: {why_not(package, device, shape)}" for package in PACKAGES]
-    return None if choose(device, shape) else "; ".join(reasons)
+    shape = AttentionShape(spec.dtype, spec.head_dim, spec.block_size)
+    reasons = [f"{package.name}: {why_not(package, spec.device, shape)}" for package in PACKAGES]
+    return None if choose(spec.device, shape) else "; ".join(reasons)
 
 
 def flash_prefill(
@@ -222,3 +226,34 @@ def run_package(
     # Some releases return the log-sum-exp as well.
     out = out[0] if isinstance(out, (tuple, list)) else out
     return out.contiguous()
+
+
+class FlashBackend(TritonBackend):
+    """An installed FlashAttention package for steps with a row of several new tokens.
+
+    Rows of one new token always take the Triton kernel, which reads faster than FlashAttention-3 (docs/performance.md)
+    and needs no page table a row. What no installed package carries (fp32, sinks, a head size, a block size) goes to
+    Triton as well, call by call.
+    """
+
+    name = "flash_attn"
+    knows_pool_size = True  # FlashAttention 3 loads pages by descriptors of the whole cache
+
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        reasons = missing(spec)
+        return reasons and f"expected a package that can be used here; {reasons}"
+
+    def plan_prompts(self, groups: PrefixGroups, prompts: Prompts, spec: AttentionSpec, share_of_layers: float) -> None:
+        """Nothing: where it pays was measured against the Triton kernel."""
+        return
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
+            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
+        if meta.max_query_len > 1 and options.sinks is None:
+            result = flash_prefill(q, k_cache, v_cache, meta, options)
+            if result is not None:  # the packages do not write where they are told to
+                return result if out is None else out.copy_(result)
+        return super().run(q, k_cache, v_cache, meta, options, out)
+
+
+BACKEND = FlashBackend()
