@@ -21,9 +21,9 @@ from hf_paged.kernels._triton import (
     pdl_options,
     require_triton,
     tl,
-    triton,
 )
-from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
+from hf_paged.kernels.attention._launch import launch_arguments, partial_results
+from hf_paged.kernels.attention._tile import attend_tile, blocks_of, padded_head_dim
 from hf_paged.kernels.attention.types import ITEM_FIELDS, AttentionOptions, DecodeWork, PagedMetadata, WorkItem
 
 # A row is never cut further: its splits are joined by one program.
@@ -318,8 +318,8 @@ def paged_attention_decode(
         config: tile shape; None: by head size and number of programs.
     """
     require_triton()
-    num_rows, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
+    num_rows, _, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if num_rows == 0:
         return out
@@ -329,51 +329,28 @@ def paged_attention_decode(
         splits = min(MAX_SPLITS, max(1, cta_slots_of(config, num_kv_heads, q.device) // num_rows))
         work = even_work(meta, num_kv_heads, splits)
     assert isinstance(work, DecodeWork), "the plan of a step that is read row by row"
-    group = num_heads // num_kv_heads
-    group_pad = triton.next_power_of_2(group)
-    head_dim_pad = padded_head_dim(head_dim)
-    acc = torch.empty(len(work.items), num_heads, head_dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(len(work.items), num_heads, 2, dtype=torch.float32, device=q.device)
+    shared = launch_arguments(q, k_cache, meta, options)
+    acc, sums = partial_results(len(work.items), q)
     # Programs that come early are spread over what room there is, unevenly: only a step that has room for all may. They
     # read the plan ahead of the wait, so it must not come from the kernel just before.
     early = meta.work is not None and num_rows * num_kv_heads <= _FEW * num_multiprocessors(q.device)
     launch = pdl_options(q) if early else {"PDL": False}
     with on_device_of(q):
         _decode_kernel[(num_kv_heads, len(work.items))](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            acc,
-            sums,
-            work.items,
-            work.arrivals,
-            meta.block_table,
-            options.sinks,
-            q.stride(0),
-            q.stride(1),
-            meta.block_table.stride(0),
-            options.window or 0,
-            options.scale * LOG2_E,
-            (options.softcap or 0.0) * LOG2_E,
-            HAS_WINDOW=options.window is not None,
-            HAS_SOFTCAP=options.softcap is not None,
+            q, k_cache, v_cache, out, acc, sums, work.items, work.arrivals, meta.block_table, options.sinks,
+            *shared.numbers,
             HAS_SINKS=options.sinks is not None,
-            GROUP=group,
-            GROUP_PAD=group_pad,
-            KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PAD=head_dim_pad,
-            BLOCK_SIZE=block_size,
-            BLOCK_M=max(16, group_pad),
+            GROUP_PAD=shared.group_pad,
+            BLOCK_M=max(16, shared.group_pad),
             BLOCK_N=config.block_n,
             MIN_TILES=-(-MIN_SPLIT // config.block_n),
             ITEM_FIELDS=ITEM_FIELDS,
             ALL_SPLITS=MAX_SPLITS,
             # 64 elements a thread of four warps.
-            TILE_SPLITS=max(1, 8192 // (group_pad * head_dim_pad)),
+            TILE_SPLITS=max(1, 8192 // (shared.group_pad * shared.sizes.HEAD_DIM_PAD)),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **shared.constants,
             **launch,
         )
     return out

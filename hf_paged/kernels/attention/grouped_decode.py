@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from hf_paged.kernels._triton import jit, on_device_of, pdl_supported, require_triton, tl, triton
+from hf_paged.kernels.attention._launch import launch_arguments, partial_results
 from hf_paged.kernels.attention._parts import (
     BEGIN,
     END,
@@ -30,7 +31,7 @@ from hf_paged.kernels.attention._parts import (
     store_nothing,
     store_part,
 )
-from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
+from hf_paged.kernels.attention._tile import attend_tile, blocks_of
 from hf_paged.kernels.attention.decode import MIN_SPLIT
 from hf_paged.kernels.attention.types import (
     PART_FIELDS,
@@ -218,46 +219,21 @@ def paged_attention_grouped(
     require_triton()
     work = meta.work
     assert isinstance(work, GroupedWork), "the plan of a grouped step"
-    _, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    group = num_heads // num_kv_heads
-    config = work.config
+    num_kv_heads, config = k_cache.shape[2], work.config
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     q, options = positively_scaled(q, options)
-    acc = torch.empty(work.num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(work.num_parts, num_heads, 2, dtype=torch.float32, device=q.device)
-    group_pad, head_dim_pad = triton.next_power_of_2(group), padded_head_dim(head_dim)
+    shared = launch_arguments(q, k_cache, meta, options)
+    acc, sums = partial_results(work.num_parts, q)
     with on_device_of(q):
         _grouped_kernel[(num_kv_heads, len(work.items))](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            acc,
-            sums,
-            work.items,
-            work.rows,
-            meta.block_table,
-            options.sinks,
-            q.stride(0),
-            q.stride(1),
-            meta.block_table.stride(0),
-            options.window or 0,
-            options.scale * LOG2_E,
-            (options.softcap or 0.0) * LOG2_E,
-            HAS_WINDOW=options.window is not None,
-            HAS_SOFTCAP=options.softcap is not None,
+            q, k_cache, v_cache, out, acc, sums, work.items, work.rows, meta.block_table, options.sinks,
+            *shared.numbers,
             HAS_SINKS=options.sinks is not None,
-            GROUP=group,
-            KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PAD=head_dim_pad,
-            BLOCK_SIZE=block_size,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             STAGES=config.num_stages,
             MIN_TILES=-(-MIN_GROUP_SPLIT // config.block_n),
-            OWN_BLOCK_M=max(16, group_pad),
+            OWN_BLOCK_M=max(16, shared.group_pad),
             OWN_BLOCK_N=config.own_block_n,
             OWN_STAGES=config.own_stages,
             OWN_MIN_TILES=-(-MIN_SPLIT // config.own_block_n),
@@ -265,6 +241,7 @@ def paged_attention_grouped(
             ROW_FIELDS=ROW_FIELDS,
             PDL=pdl_supported(q.device),
             num_warps=config.num_warps,
+            **shared.constants,
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
         )
         join_parts(out, acc, sums, work.rows, options.sinks, num_kv_heads)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
+from hf_paged.kernels.attention._launch import launch_arguments, partial_results
 from hf_paged.kernels.attention._parts import BEGIN, END, FIRST, PART, ROWS, SLOT, SPLIT, SPLITS, shared_part
-from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
 from hf_paged.kernels.attention.prefill import SharedParts, paged_attention_prefill
 from hf_paged.kernels.attention.types import (
     PART_FIELDS,
@@ -92,34 +92,12 @@ def paged_attention_grouped_prefill(
     require_triton()
     assert isinstance(meta.work, PromptWork), "the plan of prompts that share prefixes"
     (items, rows, num_parts, config), own_begin = meta.work
-    _, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
     q, options = positively_scaled(q, options)
-    acc = torch.empty(num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(num_parts, num_heads, 2, dtype=torch.float32, device=q.device)
+    arguments = launch_arguments(q, k_cache, meta, options)
+    acc, sums = partial_results(num_parts, q)
     with on_device_of(q):
-        _shared_kernel[(num_kv_heads, len(items))](
-            q,
-            k_cache,
-            v_cache,
-            acc,
-            sums,
-            items,
-            rows,
-            meta.block_table,
-            q.stride(0),
-            q.stride(1),
-            meta.block_table.stride(0),
-            options.window or 0,
-            options.scale * LOG2_E,
-            (options.softcap or 0.0) * LOG2_E,
-            HAS_WINDOW=options.window is not None,
-            HAS_SOFTCAP=options.softcap is not None,
-            GROUP=num_heads // num_kv_heads,
-            KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PAD=padded_head_dim(head_dim),
-            BLOCK_SIZE=block_size,
+        _shared_kernel[(k_cache.shape[2], len(items))](
+            q, k_cache, v_cache, acc, sums, items, rows, meta.block_table, *arguments.numbers,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             STAGES=config.num_stages,
@@ -127,6 +105,7 @@ def paged_attention_grouped_prefill(
             PART_FIELDS=PART_FIELDS,
             ROW_FIELDS=ROW_FIELDS,
             num_warps=config.num_warps,
+            **arguments.constants,
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
         )
     shared = SharedParts(own_begin, rows, acc, sums)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from hf_paged.device.cuda import num_multiprocessors
 from hf_paged.kernels._gluon import barrier, load_box, reinterpret
 from hf_paged.kernels._triton import on_device_of, triton
-from hf_paged.kernels.attention._tile import LOG2_E
+from hf_paged.kernels.attention._launch import score_numbers
 from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, TileQueue, positively_scaled
 from hf_paged.kernels.build.compiling import noted
 from hf_paged.kernels.hopper.prefill_support import BLOCK_M, POSITIONS, packed_heads
@@ -625,7 +625,7 @@ def paged_attention_hopper(
     with on_device_of(q):
         _hopper_prefill_kernel[(shape.programs,)](
             queries, keys, values, out, meta.query_start, meta.seq_lens, meta.block_table, meta.slots, queue,
-            options.sinks, num_rows, num_items, meta.block_table.stride(0), options.window or 0, options.scale * LOG2_E,
-            (options.softcap or 0.0) * LOG2_E, shape, num_warps=4, maxnreg=168,
+            options.sinks, num_rows, num_items, *score_numbers(meta, options), shape, num_warps=4,
+            maxnreg=168,
         )
     return out
