@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._triton import triton
+from hf_paged.kernels._triton import next_power_of_2
 from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
 from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 
@@ -35,7 +35,7 @@ def head_sizes(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[HeadSi
     """The constants of these heads, and their group as a power of two."""
     group = num_heads // num_kv_heads
     sizes = HeadSizes(group, num_kv_heads, head_dim, padded_head_dim(head_dim))
-    return sizes, triton.next_power_of_2(group)
+    return sizes, next_power_of_2(group)
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._triton import jit, on_device_of, pdl_supported, require_triton, tl, triton
+from hf_paged.kernels._triton import jit, next_power_of_2, on_device_of, pdl_supported, require_triton, tl
 from hf_paged.kernels.attention._launch import launch_arguments, partial_results
 from hf_paged.kernels.attention._parts import (
     BEGIN,
@@ -76,7 +76,7 @@ def grouped_config(head_dim_pad: int, itemsize: int, group: int, shared_memory: 
     """Tiles for a head size and query heads of a KV head. `shared_memory`: bytes a block may have."""
     configs = _FLOAT if itemsize == 4 else _DEEP if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW
     config = configs[max(64, head_dim_pad * itemsize)]
-    return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
+    return config._replace(block_m=max(config.block_m, next_power_of_2(group)))
 
 
 @jit()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.device.cuda import shared_memory
-from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels._triton import jit, next_power_of_2, on_device_of, require_triton, tl
 from hf_paged.kernels.attention._launch import launch_arguments
 from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
 from hf_paged.kernels.attention._parts import ROW_PART, ROW_PIECES
@@ -79,8 +79,8 @@ def prefill_config(
     config = configs[max(32, head_dim_pad)]
     if configs is _DEEP and max_seq_len > SHORT_SEQUENCE:
         config = _DEEP_LONG.get(head_dim_pad, config)
-    filled = triton.next_power_of_2(min(max_query_len, config.block_m) * group)
-    block_m = max(16, triton.next_power_of_2(group), min(config.block_m, filled))
+    filled = next_power_of_2(min(max_query_len, config.block_m) * group)
+    block_m = max(16, next_power_of_2(group), min(config.block_m, filled))
     if block_m < config.block_m and itemsize == 2:
         if block_m < 64:  # too few rows for Hopper's instructions
             config = config._replace(branch=False)

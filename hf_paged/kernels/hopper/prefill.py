@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hf_paged.device.cuda import num_multiprocessors
 from hf_paged.kernels._gluon import barrier, load_box, reinterpret
-from hf_paged.kernels._triton import on_device_of, triton
+from hf_paged.kernels._triton import next_power_of_2, on_device_of
 from hf_paged.kernels.attention._launch import score_numbers
 from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, TileQueue, positively_scaled
 from hf_paged.kernels.build.compiling import noted
@@ -56,7 +56,7 @@ class HopperShape:
 
     @property
     def head_pad(self) -> int:
-        return max(_LANES.value, triton.next_power_of_2(self.head_dim))
+        return max(_LANES.value, next_power_of_2(self.head_dim))
 
     @property
     def chunks(self) -> int:
@@ -606,7 +606,7 @@ def paged_attention_hopper(
     if num_tokens == 0:
         return out
     q, options = positively_scaled(q, options)
-    config = config or _CONFIGS[max(64, triton.next_power_of_2(head_dim))]
+    config = config or _CONFIGS[max(64, next_power_of_2(head_dim))]
     queue = meta.work.counters if isinstance(meta.work, TileQueue) else None
     shape = HopperShape(
         query_heads=num_heads, kv_heads=num_kv_heads, packed=packed_heads(num_heads // num_kv_heads),

@@ -9,12 +9,12 @@ from hf_paged.kernels._checks import checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
+    next_power_of_2,
     on_device_of,
     pdl_options,
     prefetch_vector,
     require_triton,
     tl,
-    triton,
 )
 
 _MANY_ROWS = 512
@@ -156,7 +156,7 @@ def add_rms_norm_triton(
         summed = torch.empty(x.shape, dtype=common, device=x.device)
     if num_rows == 0:
         return normed, summed
-    width_pad = triton.next_power_of_2(width)
+    width_pad = next_power_of_2(width)
     options = pdl_options(x)
     with on_device_of(x):
         _add_rms_norm_kernel[(num_rows,)](

@@ -9,12 +9,12 @@ from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
+    next_power_of_2,
     on_device_of,
     pdl_options,
     prefetch_vector,
     require_triton,
     tl,
-    triton,
 )
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm_reference, normed_row
 from hf_paged.kernels.layer.linear import joined_reference
@@ -102,7 +102,7 @@ def join_add_rms_norm_triton(
     normed, summed = (torch.empty(num_rows, width, dtype=residual.dtype, device=parts.device) for _ in range(2))
     if num_rows == 0:
         return normed, summed
-    width_pad = triton.next_power_of_2(width)
+    width_pad = next_power_of_2(width)
     with on_device_of(parts):
         _join_add_rms_norm_kernel[(num_rows,)](
             parts,

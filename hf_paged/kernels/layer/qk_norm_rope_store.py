@@ -11,13 +11,14 @@ import torch
 from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
+    cdiv,
     jit,
+    next_power_of_2,
     on_device_of,
     pdl_options,
     prefetch_vector,
     require_triton,
     tl,
-    triton,
 )
 from hf_paged.kernels.layer._qk_norm_rope_host import qk_norm_rope_store_host, rope_rows
 from hf_paged.kernels.layer._qk_norm_rope_many import qk_norm_rope_store_many
@@ -208,9 +209,9 @@ def _qk_norm_rope_store_kernel(
 @lru_cache(maxsize=64)
 def _tiles_of(num_heads: int, kv_heads: int, head_dim: int) -> tuple[int, int, int]:
     """Padded half of a head, heads of a tile, tiles of a token."""
-    half_pad = triton.next_power_of_2(head_dim // 2)
-    tile_heads = min(max(1, _TILE_ELEMENTS // (2 * half_pad)), triton.next_power_of_2(max(num_heads, kv_heads)))
-    return half_pad, tile_heads, triton.cdiv(num_heads, tile_heads) + 2 * triton.cdiv(kv_heads, tile_heads)
+    half_pad = next_power_of_2(head_dim // 2)
+    tile_heads = min(max(1, _TILE_ELEMENTS // (2 * half_pad)), next_power_of_2(max(num_heads, kv_heads)))
+    return half_pad, tile_heads, cdiv(num_heads, tile_heads) + 2 * cdiv(kv_heads, tile_heads)
 
 
 def qk_norm_rope_store_triton(qkv: torch.Tensor, heads: HeadsToCache) -> torch.Tensor:

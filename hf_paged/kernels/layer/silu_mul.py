@@ -7,7 +7,17 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.kernels._checks import checked
-from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
+from hf_paged.kernels._triton import (
+    after_previous_kernel,
+    cdiv,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    pdl_options,
+    require_triton,
+    tl,
+    triton,
+)
 
 
 def _check(gate_up: torch.Tensor) -> None:
@@ -82,9 +92,9 @@ def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:
         return out
-    tile = min(1024, triton.next_power_of_2(width))
+    tile = min(1024, next_power_of_2(width))
     with on_device_of(gate_up):
-        _silu_mul_kernel[(num_rows, triton.cdiv(width, tile))](
+        _silu_mul_kernel[(num_rows, cdiv(width, tile))](
             gate_up,
             out,
             gate_up.stride(0),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from hf_paged.kernels._checks import checked
-from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels._triton import cdiv, jit, next_power_of_2, on_device_of, require_triton, tl
 
 
 def _check(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -96,9 +96,9 @@ def store_kv_triton(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tenso
     if num_tokens == 0:
         return
     width = num_kv_heads * head_dim
-    tile = min(1024, triton.next_power_of_2(width))
+    tile = min(1024, next_power_of_2(width))
     with on_device_of(key):
-        _store_kv_kernel[(num_tokens, triton.cdiv(width, tile))](
+        _store_kv_kernel[(num_tokens, cdiv(width, tile))](
             key,
             value,
             k_cache,

@@ -8,11 +8,11 @@ import torch
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
+    next_power_of_2,
     on_device_of,
     prefetch_vector,
     require_triton,
     tl,
-    triton,
 )
 from hf_paged.kernels.layer._qk_norm_rope_tile import halves, normed_and_rotated
 from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
@@ -197,7 +197,7 @@ def lora_qk_norm_rope_store_triton(qkv: torch.Tensor, delta: Delta, heads: Heads
             HEADS=num_heads,
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
-            HALF_PAD=max(16, triton.next_power_of_2(head_dim // 2)),
+            HALF_PAD=max(16, next_power_of_2(head_dim // 2)),
             HAS_NORMS=q_weight is not None,
             BLOCK_R=table.rank_tile,
             RANK_DIVISOR=table.rank_divisor,
