@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:<folder with the packages> python benchmarks/flash_attn_speed.py [--out flash.json]
 
-Every importable package of `kernels.attention.flash_backend` is compared with float64 on ragged, poisoned cases, then
-timed beside our kernels and FlashAttention-2 as torch ships it. Times are medians of CUDA-graph replays, or of
-events where a call cannot be captured. A step that fails is printed and skipped.
+Every importable package of `hf_paged/attention/flash_attn_backend.py` is compared with float64 on ragged, poisoned
+cases, then timed beside our kernels and FlashAttention-2 as torch ships it. Times are medians of CUDA-graph replays, or
+of events where a call cannot be captured. A step that fails is printed and skipped.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import Any
 import torch
 from kernel_speed import HEAD_DIM, KV_HEADS, L2_BYTES, PREFILL, Inputs, graph_time
 
-from hf_paged.kernels.attention import flash_backend, hopper_support
-from hf_paged.kernels.attention.backends import BACKENDS
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.attention import flash_attn_backend as flash_backend
+from hf_paged.attention.registry import BACKENDS
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
+from hf_paged.kernels.hopper import prefill_support
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels" / "attention"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from paged_cases import expected, make_case, worst_error
 
 SCALE = HEAD_DIM**-0.5
 OPTIONS = AttentionOptions(SCALE)
-PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels",
-            "apache-tvm-ffi", "cuda-bindings")
+PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "cuda-bindings")
 ROWS = [(5, 5), (1, 40), (300, 1100), (129, 129), (7, 260), (64, 64), (2, 513), (1024, 2048)]
 report: dict[str, Any] = {"steps": {}}
 
@@ -181,7 +181,7 @@ def main() -> None:
             inputs = prefill_inputs(rows, length, heads, 16)
             for name in ("triton", "hopper"):
                 calls = [partial(BACKENDS[name].run, inputs.q, k, v, inputs.meta, OPTIONS) for k, v in inputs.caches]
-                if name == "triton" or hopper_support.why_not_on(device) is None:
+                if name == "triton" or prefill_support.why_not_on(device) is None:
                     attempt(f"{shape_name}: {name}", partial(rate, calls, rows, length, heads))
             calls = [partial(torch_fa2, inputs, length, k, v) for k, v in packed(inputs)]
             attempt(f"{shape_name}: FA2 in torch", partial(rate, calls, rows, length, heads))

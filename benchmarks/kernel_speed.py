@@ -28,13 +28,15 @@ import numpy as np
 import torch
 import triton
 
-from hf_paged.kernels.attention.backends import AttentionBackend, resolve_backend
+from hf_paged.attention.backend import AttentionBackend
+from hf_paged.attention.paged_attention import paged_attention
+from hf_paged.attention.plan_decode import plan_items
+from hf_paged.attention.registry import resolve_backend
 from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
-from hf_paged.kernels.attention.decode_work import plan_items
-from hf_paged.kernels.attention.metadata import AttentionOptions, DecodeWork, PagedMetadata
-from hf_paged.kernels.attention.paged_attention import paged_attention
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
+from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, PagedMetadata
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
+from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.linear import linear
 from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.layer.silu_mul import silu_mul
@@ -206,6 +208,7 @@ def op_rows(copy: float) -> Iterable[dict[str, Any]]:
         caches = [torch.empty(tokens // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, HEAD_DIM, **bf16) for _ in range(2)]
         weight, norm = torch.ones(hidden, **bf16), torch.ones(HEAD_DIM, **bf16)
         cos, sin = torch.rand(2, tokens, HEAD_DIM, **bf16)
+        to_cache = HeadsToCache(norm, norm, 1e-6, cos, sin, slots, slots, *caches)
         x, residual = torch.randn(*size, hidden, **bf16), torch.randn(*size, hidden, **bf16)
         gate_up = torch.randn(*size, 2 * inner, **bf16)
         qkv = torch.randn(*size, (heads + 2 * KV_HEADS) * HEAD_DIM, **bf16)
@@ -215,7 +218,7 @@ def op_rows(copy: float) -> Iterable[dict[str, Any]]:
              [partial(add_rms_norm, *pair, weight, 1e-6) for pair in zip(x, residual, strict=True)]),
             ("silu_mul", 3 * inner, [partial(silu_mul, each) for each in gate_up]),
             ("qk_norm_rope_store", (2 * heads + 4 * KV_HEADS + 2) * HEAD_DIM,
-             [partial(qk_norm_rope_store, each, norm, norm, 1e-6, cos, sin, slots, slots, *caches) for each in qkv]),
+             [partial(qk_norm_rope_store, each, to_cache) for each in qkv]),
             ("store_kv", 4 * KV_HEADS * HEAD_DIM,
              [partial(store_kv, *pair, *caches, slots) for pair in zip(key, value, strict=True)]),
         ]

@@ -27,10 +27,11 @@ from kernel_speed import decode_work, graph_time
 from hf_paged.kernels import _triton
 from hf_paged.kernels._triton import pdl_supported
 from hf_paged.kernels.attention.decode import config_of, paged_attention_decode
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 from hf_paged.kernels.layer._gemv import GemvConfig
 from hf_paged.kernels.layer._linear_dot import MAX_ROWS, DotConfig
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
+from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.join_add_rms_norm import join_add_rms_norm
 from hf_paged.kernels.layer.linear import (
     fastest_config,
@@ -153,10 +154,9 @@ class Step:
         for i, weights in enumerate(self.weights):
             normed, residual = _add_norm(delta, residual, self.norms[2 * i])
             k_cache, v_cache = self.caches[i]
-            query = qk_norm_rope_store(
-                row_product(normed, weights["qkv"]), self.head_norm, self.head_norm, EPS, self.cos, self.sin,
-                self.positions, self.meta.slot_mapping, k_cache, v_cache,
-            )
+            heads = HeadsToCache(self.head_norm, self.head_norm, EPS, self.cos, self.sin, self.positions,
+                                 self.meta.slot_mapping, k_cache, v_cache)
+            query = qk_norm_rope_store(row_product(normed, weights["qkv"]), heads)
             query = paged_attention_decode(query, k_cache, v_cache, self.meta, AttentionOptions(HEAD_DIM**-0.5))
             delta = row_product(query.flatten(1), weights["o"])
             normed, residual = _add_norm(delta, residual, self.norms[2 * i + 1])

@@ -29,6 +29,7 @@ from workloads import generation_configs, make_workload, qwen3
 
 from hf_paged import PagedGenerator
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm_unchecked
+from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.linear import linear_silu_mul_unchecked, linear_unchecked
 from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store_unchecked
 from hf_paged.kernels.lora import _lora_tile
@@ -108,11 +109,11 @@ class Layers:
             of = {name: None if kind is None else product.tables[kind] for name, product in layer.items()}
             normed, residual = self._add_norm(delta, lora, residual)
             lora = _delta(normed, of["qkv"], order)
-            rest = (self._head_norm, self._head_norm, 1e-6, self._rope, self._rope, self._positions, self._slots,
-                    *self._caches)
+            heads = HeadsToCache(self._head_norm, self._head_norm, 1e-6, self._rope, self._rope, self._positions,
+                                 self._slots, *self._caches)
             product = linear_unchecked(normed, layer["qkv"].weight)
-            query = (qk_norm_rope_store_unchecked(product, *rest) if lora is None
-                     else lora_qk_norm_rope_store_unchecked(product, lora, *rest)).flatten(1)
+            query = (qk_norm_rope_store_unchecked(product, heads) if lora is None
+                     else lora_qk_norm_rope_store_unchecked(product, lora, heads)).flatten(1)
             lora = _delta(query, of["o"], order)
             delta = linear_unchecked(query, layer["o"].weight)
             normed, residual = self._add_norm(delta, lora, residual)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from kernel_speed import BLOCK_SIZE, KV_HEADS, L2_BYTES, Inputs, graph_time
 
-from hf_paged.kernels.attention import hopper_support
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
 from hf_paged.kernels.attention.prefill import PrefillConfig, paged_attention_prefill
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
+from hf_paged.kernels.hopper import prefill_support
 
 _RAGGED = random.Random(0)
 # name: query heads, head_dim, rows of (new, length)
@@ -123,8 +123,8 @@ def fa2_seconds(inputs: Inputs, rows: list[tuple[int, int]]) -> float:
 
 def candidates(head_dim: int) -> dict[str, Callable[..., torch.Tensor]]:
     found: dict[str, Callable[..., torch.Tensor]] = {}
-    if hopper_support.why_not_on(torch.device("cuda", torch.cuda.current_device())) is None:
-        from hf_paged.kernels.attention.hopper_prefill import HopperConfig, paged_attention_hopper
+    if prefill_support.why_not_on(torch.device("cuda", torch.cuda.current_device())) is None:
+        from hf_paged.kernels.hopper.prefill import HopperConfig, paged_attention_hopper
 
         for each in HOPPER[head_dim]:
             found[f"hopper {each}"] = partial(paged_attention_hopper, config=HopperConfig(*each))

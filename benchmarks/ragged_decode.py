@@ -18,9 +18,9 @@ import torch
 from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS, graph_time
 from workloads import nano
 
+from hf_paged.attention.plan_decode import plan_items
 from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
-from hf_paged.kernels.attention.decode_work import plan_items
-from hf_paged.kernels.attention.metadata import AttentionOptions, DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, PagedMetadata
 
 CONFIGS = tuple(DecodeConfig(*c) for c in ((32, 2, 3, 5), (64, 4, 2, 4), (64, 4, 3, 3), (64, 4, 4, 2)))
 PROGRAMS = (1, 2, 3, 4, 6, 8)

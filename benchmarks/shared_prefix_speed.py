@@ -27,14 +27,19 @@ import numpy as np
 import torch
 from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS, L2_BYTES, ceilings, graph_time
 
+from hf_paged.attention import plan_groups as grouped_work
+from hf_paged.attention import plan_prompts as prompt_work
+from hf_paged.attention.choose_groups import Kernel, choose_groups, group_kernel_of
+from hf_paged.attention.plan_decode import plan_items
+from hf_paged.attention.plan_groups import plan_groups
+from hf_paged.attention.plan_prompts import PromptPlan, Prompts, plan_prompts, prompt_kernel_of
+from hf_paged.attention.spec import AttentionSpec
 from hf_paged.device.cuda import num_multiprocessors
-from hf_paged.kernels.attention import grouped_work, prompt_work
 from hf_paged.kernels.attention.decode import config_of, cta_slots_of, paged_attention_decode
-from hf_paged.kernels.attention.decode_work import plan_items
-from hf_paged.kernels.attention.grouped_decode import grouped_kernel_of, paged_attention_grouped
-from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill, prompt_kernel_of
-from hf_paged.kernels.attention.grouped_work import Kernel, choose_groups, plan_groups
-from hf_paged.kernels.attention.metadata import (
+from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
+from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
+from hf_paged.kernels.attention.prefill import FULL_TILE, paged_attention_prefill
+from hf_paged.kernels.attention.types import (
     AttentionOptions,
     DecodeWork,
     GroupedConfig,
@@ -42,8 +47,6 @@ from hf_paged.kernels.attention.metadata import (
     PagedMetadata,
     PromptWork,
 )
-from hf_paged.kernels.attention.prefill import FULL_TILE, paged_attention_prefill
-from hf_paged.kernels.attention.prompt_work import PromptPlan, Prompts, plan_prompts
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 
@@ -169,7 +172,7 @@ def row_by_row(inputs: Inputs) -> float:
 def work_of(inputs: Inputs, config: GroupedConfig | None = None) -> GroupedWork | None:
     """The plan of `config`, or the one that a step gets, None where that is not grouped."""
     heads, device, rows = inputs.q.shape[1], inputs.q.device, np.arange(len(inputs.lengths))
-    kernel = grouped_kernel_of(heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device)
+    kernel = group_kernel_of(AttentionSpec(heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device, BLOCK_SIZE))
     if config is not None:
         slots = max(1, config.programs_per_sm * num_multiprocessors(device) // KV_HEADS)
         kernel = Kernel(config, config.block_m // (heads // KV_HEADS), slots, positions_worth_it=1)
@@ -186,7 +189,8 @@ def work_of(inputs: Inputs, config: GroupedConfig | None = None) -> GroupedWork 
 def prompt_plan_of(inputs: Inputs, max_query_len: int, config: GroupedConfig | None = None) -> PromptPlan | None:
     """The plan of `config`, or the one that a step gets, None where that is not grouped."""
     heads, device, new = inputs.q.shape[1], inputs.q.device, inputs.meta.max_query_len
-    kernel = prompt_kernel_of(heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device, max_query_len, inputs.meta.max_seq_len)
+    spec = AttentionSpec(heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device, BLOCK_SIZE)
+    kernel = prompt_kernel_of(spec, max_query_len, inputs.meta.max_seq_len)
     if config is not None:
         slots = max(1, config.programs_per_sm * num_multiprocessors(device) // KV_HEADS)
         kernel = kernel._replace(shared=Kernel(config, config.block_m // (heads // KV_HEADS), slots, 1),

@@ -40,13 +40,13 @@ def replaced(name: str) -> ExitStack:
 
 _REPLACED: dict[str, list[tuple[str, Callable[..., Any]]]] = {
     # Prompts that share a prefix read it row by row; rows that decode go on reading it once for several.
-    "prompt_groups": [("hf_paged.kernels.attention.backends.TritonBackend.plan_prompts", lambda *_: None)],
+    "prompt_groups": [("hf_paged.attention.triton_backend.TritonBackend.plan_prompts", lambda *_: None)],
     # The last layer computes every token of a prompt, and not the last one alone.
     "narrow_layer": [("hf_paged.models.fused.narrow_layer", lambda num_layers: num_layers)],
     # Decode rows beside long prompts have a graph, and products, of their own.
     "mixed_steps": [("hf_paged.runner.padded_steps.PaddedSteps.mixed_size", lambda *_: 0)],
     # Tiles of prompts of unlike lengths are dealt to programs in place of taken from a queue.
-    "tile_queue": [("hf_paged.kernels.attention.backends.HopperBackend.wants_queue", lambda *_: False)],
+    "tile_queue": [("hf_paged.attention.hopper_backend.HopperBackend.wants_queue", lambda *_: False)],
     # Products of few rows that come in parts are added up by a launch of their own, and not by the kernel behind them
     # (a norm; behind q, k and v that of head norms and RoPE).
     "joined_norms": [("hf_paged.models.fused.makes_parts", lambda _: False)],

@@ -18,9 +18,11 @@ from flash_attn_speed import OPTIONS, seconds
 from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS
 from prefill_tuning import make_inputs
 
-from hf_paged.kernels.attention import flash_backend, hopper_support
-from hf_paged.kernels.attention.backends import BACKENDS
-from hf_paged.kernels.attention.metadata import TileQueue
+from hf_paged.attention import flash_attn_backend as flash_backend
+from hf_paged.attention.registry import BACKENDS
+from hf_paged.attention.spec import AttentionSpec
+from hf_paged.kernels.attention.types import TileQueue
+from hf_paged.kernels.hopper import prefill_support
 
 # New tokens and all tokens of each row, query heads.
 CASES = {
@@ -41,7 +43,7 @@ def main() -> None:
         sys.exit("tile_queue.py needs a GPU")
     torch.manual_seed(0)
     device, hopper = torch.device("cuda", torch.cuda.current_device()), BACKENDS["hopper"]
-    if (reason := hopper_support.why_not_on(device)) is not None:  # another kernel would be timed twice
+    if (reason := prefill_support.why_not_on(device)) is not None:  # another kernel would be timed twice
         sys.exit(f"the prefill kernel for Hopper {reason}")
     shape = flash_backend.AttentionShape(torch.bfloat16, HEAD_DIM, BLOCK_SIZE)
     packages = [package for package in flash_backend.PACKAGES
@@ -58,7 +60,8 @@ def main() -> None:
         for package in packages:
             calls[package.name] = [partial(flash_backend.run_package, package, inputs.q, k, v, inputs.meta, OPTIONS)
                                    for k, v in inputs.caches]
-        wanted = hopper.wants_queue(new, lengths, heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device)
+        spec = AttentionSpec(heads, KV_HEADS, HEAD_DIM, torch.bfloat16, device, BLOCK_SIZE)
+        wanted = hopper.wants_queue(new, lengths, spec)
         cells = []
         for way in (*calls, "dealt", "queue"):
             took, _ = seconds(calls[way])

@@ -54,7 +54,7 @@ class PagedConfig:
             blocks once, where that is faster. False: each row reads its blocks by itself, as on a CPU always.
         enforce_eager: never capture CUDA graphs.
         attention_backend: one of "auto", "triton", "hopper", "flash_attn", "torch". "hopper" runs prompts by a kernel
-            for H100 and H200, "flash_attn" by an installed flash-attn 2, 3 or 4, other rows by "triton"; an error if
+            for H100 and H200, "flash_attn" by an installed flash-attn 2 or 3, other rows by "triton"; an error if
             the backend cannot be used. "torch" waits for the device in every step, so it runs without CUDA graphs.
         strict: raise `FallbackError` where a call would go to stock `generate`.
         seed: base seed of calls that bring none. None: drawn from torch's default generator for each call.

@@ -7,7 +7,6 @@ import importlib
 # Modules that each extra of pyproject.toml has to provide, the package to name in errors first.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "flash-attn": ("flash_attn",),
-    "flash-attn-4": ("flash_attn.cute",),
     "metrics": ("prometheus_client",),
     "peft": ("peft",),
     "plot": ("matplotlib",),

@@ -32,8 +32,7 @@ BEHIND_A_CHECK = {"engine/grammars.py": "engine/grammars.py", "engine/matchers.p
 
 # Every extra of users: lines of Python that use it.
 USES = {
-    "flash-attn": "raise_reason(flash_backend.load(package('flash_attn'))[1])",
-    "flash-attn-4": "raise_reason(flash_backend.load(package('flash_attn.cute'))[1])",
+    "flash-attn": "raise_reason(flash_attn_backend.load(package('flash_attn'))[1])",
     "metrics": "generator().metrics()",
     "peft": "generator().load_adapter('one', {}, {})",
     "plot": "generator().engine.draw_cache()",
@@ -63,14 +62,14 @@ import functools
 import hf_paged
 from hf_paged import ray_data, serve
 from hf_paged.cli import main
-from hf_paged.kernels.attention import flash_backend
+from hf_paged.attention import flash_attn_backend
 
 @functools.cache
 def generator():
     return hf_paged.PagedGenerator.from_pretrained(path, dtype="float32")
 
 def package(module):
-    return next(one for one in flash_backend.PACKAGES if one.module == module)
+    return next(one for one in flash_attn_backend.PACKAGES if one.module == module)
 
 def raise_reason(reason):
     raise ImportError(reason)

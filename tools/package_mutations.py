@@ -492,19 +492,20 @@ ON_A_CPU = [
     PackageMutation(UNTOUCHED, "and all(map(operator.is_, inside, self._inside))", "", UNTOUCHED_TESTS, "another"),
     PackageMutation("models/fused.py", "if not self._is_untouched() and not is_dry():", "if False:",
                     "models/test_plain_linear.py", "between_two_steps"),
-    PackageMutation("runner/attention_inputs.py", "return self.backend.read_once(meta, self._state.block_size, "
-                    "spec.num_kv_heads * spec.head_dim)", "return meta", "integration/test_single_row_calls.py",
-                    "laid_out_once"),
+    PackageMutation("runner/attention_inputs.py", "return self.backend.read_once(meta, self.spec)", "return meta",
+                    "integration/test_single_row_calls.py", "laid_out_once"),
 ]
 
-WORK, GROUPED = (f"kernels/attention/grouped_{name}.py" for name in ("work", "decode"))
-PARTS, PROMPTS, PREFILL = (f"kernels/attention/{name}.py" for name in ("_parts", "prompt_work", "prefill"))
-PROMPTS_TESTS, PREFILL_TESTS = (f"kernels/attention/test_{name}.py" for name in ("prompt_work", "grouped_prefill"))
-WORK_TESTS, GROUPED_TESTS = (f"kernels/attention/test_grouped_{name}.py" for name in ("work", "decode"))
+CHOICE, GROUPS, PROMPTS = (f"attention/{name}.py" for name in ("choose_groups", "plan_groups", "plan_prompts"))
+GROUPS_TESTS, PROMPTS_TESTS = (f"attention/test_{name}.py" for name in ("plan_groups", "plan_prompts"))
+PARTS, GROUPED, PREFILL = (f"kernels/attention/{name}.py" for name in ("_parts", "grouped_decode", "prefill"))
+GROUPED_TESTS, PREFILL_TESTS = (f"kernels/attention/test_grouped_{name}.py" for name in ("decode", "prefill"))
+SPLITS, SPLITS_TESTS = "attention/plan_decode.py", "attention/test_plan_decode.py"
+PLANNER, REGISTRY = "attention/planner.py", "attention/registry.py"
 
-HOPPER, HOPPER_TESTS = "kernels/attention/hopper_support.py", "kernels/attention/test_hopper_prefill.py"
+HOPPER, HOPPER_TESTS = "kernels/hopper/prefill_support.py", "kernels/hopper/test_prefill.py"
 
-SHARES, SHARES_TESTS = "kernels/attention/tile_shares.py", "kernels/attention/test_tile_shares.py"
+SHARES, SHARES_TESTS = "attention/hopper_backend.py", "attention/test_hopper_backend.py"
 
 # Which calls the kernel for Hopper gets, and which steps a queue of tiles.
 HOPPER_CALLS = [
@@ -513,7 +514,7 @@ HOPPER_CALLS = [
     PackageMutation(SHARES, "costs[1::2, ::-1].copy()", "costs[1::2].copy()", SHARES_TESTS, "counts"),
     PackageMutation(SHARES, "[row] // tokens + row", "[row] // tokens", SHARES_TESTS, "counts"),
     PackageMutation(SHARES, "max(shares.mean(), costs.max())", "shares.mean()", SHARES_TESTS, "counts"),
-    PackageMutation("kernels/attention/backends.py", "> _UNEVEN", "> 0", SHARES_TESTS, "uneven"),
+    PackageMutation(SHARES, "> _UNEVEN", "> 0", SHARES_TESTS, "uneven"),
     PackageMutation("runner/attention_inputs.py", " if self.wants_queue(plan) else None", "", SHARES_TESTS,
                     "eager_step"),
     PackageMutation("runner/graphs.py", "queued = tiles is None and self._attention.wants_queue(plan)",
@@ -544,12 +545,14 @@ HOPPER_CALLS = [
     PackageMutation("device/cuda.py", " or torch.version.hip", "", "device/test_cuda.py", "nvidia"),
     PackageMutation(HOPPER, "(q.data_ptr() | 2 * q.stride(0)", "(2 * q.stride(0)", HOPPER_TESTS, "tma"),
     PackageMutation(HOPPER, " | 2 * q.stride(0)", "", HOPPER_TESTS, "tma"),
-    PackageMutation("kernels/attention/backends.py", "if hopper_support.why_not_on(device) is None:", "if True:",
-                    HOPPER_TESTS, "elsewhere"),
-    PackageMutation("kernels/attention/metadata.py", "if options.scale > 0.0:", "if True:",
-                    "kernels/attention/test_paged_attention.py", "negative"),
-    PackageMutation("kernels/attention/backends.py", "HopperBackend(measured_only=True)", "HopperBackend()",
-                    HOPPER_TESTS, "timed"),
+    PackageMutation(REGISTRY, "if prefill_support.why_not_on(device) is None:", "if True:", HOPPER_TESTS, "elsewhere"),
+    PackageMutation("kernels/attention/types.py", "if options.scale > 0.0:", "if True:",
+                    "attention/test_paged_attention.py", "negative"),
+    PackageMutation(REGISTRY, "HopperBackend(measured_only=True)", "HopperBackend()", HOPPER_TESTS, "timed"),
+    PackageMutation(REGISTRY, "reason = None if name == \"auto\" else", "reason = None if True else", HOPPER_TESTS,
+                    "refused_by_name"),
+    PackageMutation("attention/flash_attn_backend.py", "if meta.max_query_len > 1 and options.sinks is None:",
+                    "if meta.max_query_len > 1:", "attention/test_flash_attn_backend.py", "no_package_carries"),
 ]
 
 ONE_LAUNCH, ONE_LAUNCH_TESTS = "models/one_launch.py", "models/test_one_launch.py"
@@ -615,15 +618,15 @@ AT_ONCE = [
 
 # Prefixes that rows share.
 PREFIXES = [
-    PackageMutation(WORK, "begin, end = ends[around][kept],", "begin, end = groups.begin[kept].astype(np.int64),",
-                    WORK_TESTS, "all_that_pays"),
-    PackageMutation(WORK, "        behind[group] += before[group]\n", "", WORK_TESTS, "from_the_outermost"),
-    PackageMutation(WORK, "    return saved > 0, saved\n", "    return saved > -np.inf, saved\n", WORK_TESTS,
+    PackageMutation(CHOICE, "begin, end = ends[around][kept],", "begin, end = groups.begin[kept].astype(np.int64),",
+                    GROUPS_TESTS, "all_that_pays"),
+    PackageMutation(GROUPS, "        behind[group] += before[group]\n", "", GROUPS_TESTS, "from_the_outermost"),
+    PackageMutation(CHOICE, "    return saved > 0, saved\n", "    return saved > -np.inf, saved\n", GROUPS_TESTS,
                     "from_the_outermost"),
-    PackageMutation(WORK, "    if parts <= most:\n", "    if True:\n", WORK_TESTS, "parts_run_out"),
-    PackageMutation(WORK, "if pieces is not None:\n        groups =", "if False:\n        groups =", WORK_TESTS,
+    PackageMutation(GROUPS, "    if parts <= most:\n", "    if True:\n", GROUPS_TESTS, "parts_run_out"),
+    PackageMutation(CHOICE, "if pieces is not None:\n        groups =", "if False:\n        groups =", GROUPS_TESTS,
                     "fixed_pieces"),
-    PackageMutation(WORK, "MIN_SAVED_SHARE * _num_read(own, choice)", "0.0", WORK_TESTS,
+    PackageMutation(GROUPS, "MIN_SAVED_SHARE * _num_read(own, choice)", "0.0", GROUPS_TESTS,
                     "saves_little"),
     PackageMutation(PARTS, "tl.min(tl.where(live, row_begin, end), 0)", "tl.max(tl.where(live, row_begin, 0), 0)",
                     GROUPED_TESTS, "several_tiles"),
@@ -632,7 +635,7 @@ PREFIXES = [
     PackageMutation(GROUPED, "tl.where(part < 0, tl.maximum(sink, -3.0e38), top)\n        total = tl.where(part < 0,"
                     " 1.0, total)", "tl.maximum(sink, -3.0e38)\n        total += 1.0", GROUPED_TESTS,
                     "several_tiles"),
-    PackageMutation("runner/attention_inputs.py", "window is None or longest <= window", "True",
+    PackageMutation(PLANNER, "window is None or longest <= window", "True",
                     "runner/test_attention_inputs.py", "windows"),
     PackageMutation(PARTS, "        top = tl.maximum(sink, -3.0e38)\n        total += 1.0\n",
                     "        top = tl.maximum(sink, -3.0e38)\n", GROUPED_TESTS, "several_tiles"),
@@ -641,7 +644,11 @@ PREFIXES = [
     PackageMutation(PARTS, "tl.where((tops > float(\"-inf\"))[:, :, None], values, 0.0)", "values", GROUPED_TESTS,
                     "fixed_pieces"),
     PackageMutation(PARTS, "    if pieces == 1:\n        return\n", "", GROUPED_TESTS, "random_trees"),
-    PackageMutation("runner/attention_inputs.py", "chosen[0] is not groups or", "", "runner/test_attention_inputs.py",
+    PackageMutation("kernels/attention/_launch.py", "options.scale * LOG2_E", "options.scale", GROUPED_TESTS,
+                    "random_trees"),
+    PackageMutation("kernels/_checks.py", "        check(*args, **kwargs)\n", "",
+                    "kernels/layer/test_qk_norm_rope_store.py", "bad_arguments"),
+    PackageMutation(PLANNER, "chosen[0] is not groups or", "", "runner/test_attention_inputs.py",
                     "groups_change"),
     PackageMutation("runner/graphs.py", "shape._replace(tiles=tiles)", "shape._replace(tiles=None)", GRAPHS_TESTS,
                     "share_a_prefix"),
@@ -651,7 +658,7 @@ PREFIXES = [
     PackageMutation(PROMPTS, "    rows[: len(plan.rows)] = plan.rows\n", "    rows[:] = plan.rows[-1]\n", PROMPTS_TESTS,
                     "ahead_of_a_row"),
     PackageMutation(PROMPTS, "start[row_of] + place + 1", "(start + num_new)[row_of]", PROMPTS_TESTS, "ahead_of_a_row"),
-    PackageMutation("kernels/attention/backends.py", " and not is_shared", "", PROMPTS_TESTS, "never_reaches"),
+    PackageMutation(SHARES, " and not is_shared", "", PROMPTS_TESTS, "never_reaches"),
     PackageMutation(PROMPTS, " / max(share_of_layers, 1e-9)", "", PROMPTS_TESTS, "layers_that_see_nothing"),
     PackageMutation(PREFILL, "row_begin + (begin - row_begin) // BLOCK_N * BLOCK_N", "begin // BLOCK_N * BLOCK_N",
                     PREFILL_TESTS, "random_trees"),
@@ -715,18 +722,18 @@ FEW_ROWS = [
                     "models/test_fused.py", "what_goes_on"),
     PackageMutation("models/fused.py", "lora is None and key.endswith(QKV_GROUP)", "lora is None",
                     "models/test_fused.py", "what_goes_on"),
-    PackageMutation("kernels/attention/decode_work.py", "low if saved * cta_slots >= JOINING * sharing else longest",
-                    "low", "kernels/attention/test_decode_work.py", "stay_whole"),
-    PackageMutation("kernels/attention/decode_work.py", "sharing = lengths.sum() / longest", "sharing = 1",
-                    "kernels/attention/test_decode_work.py", "stay_whole"),
-    PackageMutation("kernels/attention/decode_work.py", "sharing = lengths.sum() / longest", "sharing = len(lengths)",
-                    "kernels/attention/test_decode_work.py", "unlike_lengths"),
-    PackageMutation("kernels/attention/decode_work.py",
+    PackageMutation(SPLITS, "low if saved * cta_slots >= JOINING * sharing else longest",
+                    "low", SPLITS_TESTS, "stay_whole"),
+    PackageMutation(SPLITS, "sharing = lengths.sum() / longest", "sharing = 1",
+                    SPLITS_TESTS, "stay_whole"),
+    PackageMutation(SPLITS, "sharing = lengths.sum() / longest", "sharing = len(lengths)",
+                    SPLITS_TESTS, "unlike_lengths"),
+    PackageMutation(SPLITS,
                     "longest - int((-(-lengths // num_splits(lengths, low))).max())",
-                    "longest - -(-longest // -(-longest // low))", "kernels/attention/test_decode_work.py",
+                    "longest - -(-longest // -(-longest // low))", SPLITS_TESTS,
                     "unlike_lengths"),
-    PackageMutation("kernels/attention/decode_work.py", "saved * cta_slots >= JOINING",
-                    "saved * cta_slots >= 2 * JOINING", "kernels/attention/test_decode_work.py", "few_rows_run"),
+    PackageMutation(SPLITS, "saved * cta_slots >= JOINING",
+                    "saved * cta_slots >= 2 * JOINING", SPLITS_TESTS, "few_rows_run"),
     PackageMutation(PADDED, "spans += (low, middle), (middle, high)", "spans += ((low, middle),)",
                     "runner/test_padded_steps.py", "far_apart"),
     PackageMutation(PADDED, "for size in self.decode_sizes if size <= most_rows", "for size in self.decode_sizes",

@@ -21,6 +21,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_paged import at_fork
+from hf_paged.attention.registry import check_backend
 from hf_paged.config import PagedConfig
 from hf_paged.engine import engine_registry, interrupts
 from hf_paged.engine.call_counts import CallCounts
@@ -51,7 +52,6 @@ from hf_paged.errors import (
     Reason,
     UnsupportedModelError,
 )
-from hf_paged.kernels.attention import flash_backend, hopper_support
 from hf_paged.kernels.weights_checksum import begin_early
 from hf_paged.models import KVSpec, ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, subclass_reason, unsupported_reason
@@ -114,20 +114,7 @@ def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
                               one_launch=config.one_launch)
     if not executor.group.is_parallel:  # most likely its calls will be made as this one is
         executor.autocast = executor.autocast_of_call()
-    spec = executor.kv_spec()
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if config.attention_backend == "triton" and spec.device.type == "cpu" and not interpreted:
-        raise ValueError("attention_backend='triton': expected 'auto' or 'torch' for a model on a CPU")
-    if config.attention_backend == "flash_attn":
-        missing = flash_backend.missing(spec.device, spec.cache_dtype, spec.head_dim, config.block_size)
-        if missing is not None:
-            raise ValueError(f"attention_backend='flash_attn': expected a package that can be used here; {missing}")
-    if config.attention_backend == "hopper":
-        reason = hopper_support.why_not_on(spec.device)
-        reason = reason or hopper_support.why_not_of(spec.cache_dtype, spec.head_dim, config.block_size)
-        if reason is not None:
-            raise ValueError(f"attention_backend='hopper': expected a model and GPU that its kernel can be used for; "
-                             f"it {reason}")
+    check_backend(config.attention_backend, executor.kv_spec().attention(config.block_size))
     return executor
 
 

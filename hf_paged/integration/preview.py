@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from hf_paged.attention import flash_attn_backend
+from hf_paged.attention.registry import resolve_backend
 from hf_paged.config import PagedConfig
 from hf_paged.integration.enable import merged_config, unsupported_class
 from hf_paged.integration.explain import explain
-from hf_paged.kernels.attention import flash_backend
-from hf_paged.kernels.attention.backends import resolve_backend
 from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.outputs import Explanation
@@ -159,12 +159,12 @@ def _build(path_or_id: str, dtype: str, load: bool, trust_remote_code: bool) -> 
 
 
 def _attention(executor: ModelExecutor, config: PagedConfig, device: torch.device) -> tuple[str, str | None]:
-    spec = executor.kv_spec()
     backend = resolve_backend(config.attention_backend, device)
     if backend.name == "flash_attn" or device.type != "cuda":
         return backend.name, None
-    missing = flash_backend.missing(device, spec.cache_dtype, spec.head_dim, config.block_size)
-    return backend.name, missing or "an installed package could, and none was measured to be faster on such a GPU"
+    spec = executor.kv_spec().attention(config.block_size)._replace(device=device)
+    usable = "an installed package could: attention_backend='flash_attn' takes it"
+    return backend.name, flash_attn_backend.missing(spec) or usable
 
 
 def _memory(model: PreTrainedModel, executor: ModelExecutor, config: PagedConfig, device: torch.device) -> Memory:

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def checked(check: Callable[Arguments, None], run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The op `run` for callers from outside: `check` first raises ValueError for arguments that are not as it says."""
+
+    @wraps(run)
+    def checked_run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        check(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    checked_run.__name__ = checked_run.__qualname__ = run.__name__.removesuffix("_unchecked")
+    return checked_run
 
 
 class Expected(NamedTuple):

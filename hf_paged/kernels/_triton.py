@@ -30,8 +30,8 @@ else:
 _PREFETCH_BYTES = 16 << 20
 
 __all__ = [
-    "after_previous_kernel", "column_numbers", "jit", "on_device_of", "pdl_options", "pdl_supported",
-    "prefetch_options", "prefetch_rows", "prefetch_vector", "require_triton", "tl", "triton",
+    "after_previous_kernel", "cdiv", "column_numbers", "jit", "next_power_of_2", "on_device_of", "pdl_options",
+    "pdl_supported", "prefetch_options", "prefetch_rows", "prefetch_vector", "require_triton", "tl", "triton",
 ]
 
 
@@ -63,6 +63,16 @@ def require_triton() -> None:
     """Raise ``RuntimeError`` where a Triton kernel was asked for and Triton is not installed."""
     if triton is None:
         raise RuntimeError("this kernel needs triton, which is not installed: install triton or use the torch backend")
+
+
+def cdiv(count: int, size: int) -> int:
+    """How many tiles of a size cover a count. ``triton.cdiv`` on the host takes 2 us, as kernels may call it, too."""
+    return -(-count // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not less than a number above 0; like `cdiv`, for the host alone."""
+    return 1 << (number - 1).bit_length()
 
 
 # Programmatic dependent launch (Hopper and later): a kernel is put on the machine while the one before it still runs.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels._triton import cdiv, jit, on_device_of, require_triton, tl
 
 _TILE = 128
 
@@ -141,7 +141,7 @@ def step_inputs_triton(
     if not len(slots):
         return found
     with on_device_of(tokens):
-        _step_inputs_kernel[(triton.cdiv(len(slots), _TILE),)](
+        _step_inputs_kernel[(cdiv(len(slots), _TILE),)](
             tokens,
             block_table,
             slots,

@@ -16,13 +16,14 @@ import xxhash
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_paged.attention.spec import AttentionSpec
 from hf_paged.errors import Reason
 from hf_paged.guards.adapter_hooks import names_in_force
 from hf_paged.guards.facts import Facts
 from hf_paged.guards.hub_kernels import kernel_numbers
 from hf_paged.guards.originals import of_class
 from hf_paged.guards.plain_tensors import plain_tensors
-from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.models.layer_ops import FUSED, PLAIN
 from hf_paged.models.lora_rows import AdapterRows
 from hf_paged.models.precision import autocast_of_call
@@ -48,6 +49,11 @@ class KVSpec(NamedTuple):
     cache_dtype: torch.dtype
     compute_dtype: torch.dtype
     device: torch.device
+
+    def attention(self, block_size: int) -> AttentionSpec:
+        """What backends of attention are told of the model."""
+        return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.cache_dtype, self.device,
+                             block_size)
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes that one block takes over all layers."""

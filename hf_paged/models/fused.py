@@ -24,9 +24,10 @@ from hf_paged.guards.facts import tensors_inside
 from hf_paged.guards.families import Family
 from hf_paged.guards.remedies import DISAGREE
 from hf_paged.guards.untouched import Untouched
-from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.build.compiling import is_dry
 from hf_paged.kernels.hopper import decoder_layers_support
+from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.linear import makes_parts
 from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_unchecked
 from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
@@ -353,7 +354,7 @@ class FusedExecutor(DecoderExecutor):
         delta = apply_layer(decoder.embed_tokens, input_ids, rows)
         if (normed_last := self._run_at_once(delta, step)) is not None:
             return normed_last
-        tables = ops.step_tables(cos, sin, step.positions)
+        cos, sin, positions = ops.step_tables(cos, sin, step.positions)
         residual: torch.Tensor | None = None
         ranks = SINGLE  # over which delta still has to be summed
         lora: Delta | None = None  # the LoRA update that still has to be added to delta
@@ -362,9 +363,10 @@ class FusedExecutor(DecoderExecutor):
             layer, qkv, gate_up = self._parts_of_layers[i], self._qkv[i], self._gate_up[i]
             normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm, lora)
             product, lora = qkv(normed, rows)
-            rest = (*_weights_and_epsilon(layer.head_norms), *tables, step.slot_mapping, *step.kv_cache(i))
-            query = (ops.qk_norm_rope_store(product, *rest) if lora is None
-                     else lora_qk_norm_rope_store_unchecked(product, lora, *rest))
+            heads = HeadsToCache(*_weights_and_epsilon(layer.head_norms), cos, sin, positions, step.slot_mapping,
+                                 *step.kv_cache(i))
+            query = (ops.qk_norm_rope_store(product, heads) if lora is None
+                     else lora_qk_norm_rope_store_unchecked(product, lora, heads))
             if wanted is None or i != narrow:
                 mixed = step.attend(i, query, layer.options)
             else:

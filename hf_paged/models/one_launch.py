@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_paged.kernels.attention.metadata import AttentionOptions
+from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.build.compiling import compiled_ahead, is_dry
 from hf_paged.kernels.hopper import decoder_layers_support as support
 from hf_paged.kernels.hopper.decoder_layers_support import Decoder

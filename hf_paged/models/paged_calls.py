@@ -21,9 +21,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged import at_fork
+from hf_paged.attention.paged_attention import check_attention
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.kernels.attention.metadata import AttentionOptions
-from hf_paged.kernels.attention.paged_attention import check_attention
+from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.layer.store_kv import store_kv
 from hf_paged.models.base import StepContext
 

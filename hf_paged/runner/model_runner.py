@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from hf_paged.attention.registry import resolve_backend
 from hf_paged.device.captures import capture_lock
 from hf_paged.device.upload import upload
-from hf_paged.kernels.attention.backends import resolve_backend
 from hf_paged.kernels.build.compiling import compiled_together
 from hf_paged.models import KVSpec, ModelExecutor
 from hf_paged.runner import device_times

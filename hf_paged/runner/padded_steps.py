@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hf_paged.attention.plan_groups import GroupedPlan
+from hf_paged.attention.plan_prompts import padded
 from hf_paged.device.upload import upload
-from hf_paged.kernels.attention.grouped_work import GroupedPlan
-from hf_paged.kernels.attention.metadata import (
+from hf_paged.kernels.attention.types import (
     DecodeWork,
     GroupedWork,
     PagedMetadata,
     PromptWork,
 )
-from hf_paged.kernels.attention.prompt_work import padded
 from hf_paged.kernels.step_inputs import StepInputs
 from hf_paged.models import ModelExecutor
 from hf_paged.runner.attention_inputs import AttentionInputs

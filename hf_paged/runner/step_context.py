@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels.attention.backends import AttentionBackend
-from hf_paged.kernels.attention.metadata import AttentionOptions, GroupedWork, PagedMetadata
+from hf_paged.attention.backend import AttentionBackend
+from hf_paged.kernels.attention.types import AttentionOptions, GroupedWork, PagedMetadata
 from hf_paged.runner.kv_cache import KVCache
 
 Parts = list[tuple[int, int, PagedMetadata]]

@@ -9,8 +9,9 @@ import torch
 from workloads import make_workload
 
 import hf_paged
+from hf_paged.attention.hopper_backend import HopperBackend
+from hf_paged.attention.triton_backend import TritonBackend
 from hf_paged.engine.frozen_heap import FrozenHeap
-from hf_paged.kernels.attention.backends import HopperBackend, TritonBackend
 from hf_paged.models import fused
 from hf_paged.runner.padded_steps import PaddedSteps
 
@@ -31,7 +32,7 @@ def test_what_has_no_field_is_off_inside_of_its_context_alone():
     own = TritonBackend.plan_prompts
     assert HopperBackend.plan_prompts is own and fused.makes_parts(torch.device("cuda"))
     with techniques.replaced("prompt_groups"):
-        assert HopperBackend().plan_prompts(*[None] * 8) is None and TritonBackend.plan_prompts is not own
+        assert HopperBackend().plan_prompts(*[None] * 4) is None and TritonBackend.plan_prompts is not own
     with techniques.replaced("joined_norms"):
         assert not fused.makes_parts(torch.device("cuda"))
     with techniques.replaced("frozen_heap"):
@@ -42,7 +43,7 @@ def test_what_has_no_field_is_off_inside_of_its_context_alone():
     with techniques.replaced("mixed_steps"):
         assert PaddedSteps.mixed_size(None, 64, 8192) == 0
     with techniques.replaced("tile_queue"):
-        assert HopperBackend(measured_only=True).wants_queue(*[None] * 7) is False
+        assert HopperBackend(measured_only=True).wants_queue(*[None] * 3) is False
     with techniques.replaced("narrow_layer"):
         assert fused.narrow_layer(28) == 28
     assert _replaceable() == before and fused.narrow_layer(28) == 27

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import hf_paged
+from hf_paged.attention import flash_attn_backend
+from hf_paged.attention.registry import resolve_backend
 from hf_paged.device import cuda as _device
 from hf_paged.kernels import _triton, gluon_support
-from hf_paged.kernels.attention import flash_backend, hopper_support
-from hf_paged.kernels.attention.backends import resolve_backend
-from hf_paged.kernels.hopper import decoder_layers_support
+from hf_paged.kernels.hopper import decoder_layers_support, prefill_support
 from hf_paged.kernels.layer import linear
 from hf_paged.parallel import peers
 
@@ -24,7 +24,7 @@ GPU = torch.device("cuda", 0)
 QUESTIONS: dict[str, Callable[[], bool]] = {
     "device/cuda.py:shared_memory": lambda: _device.shared_memory(GPU) > 0,
     "kernels/_triton.py:pdl_supported": lambda: _triton.pdl_supported(GPU),
-    "kernels/attention/flash_backend.py:_major": lambda: flash_backend._major(GPU) is not None,
+    "attention/flash_attn_backend.py:_major": lambda: flash_attn_backend._major(GPU) is not None,
     "kernels/gluon_support.py:why_not_on": lambda: gluon_support.why_not_on(GPU, lambda *_: None) is None,
     "kernels/layer/linear.py:_shared_memory": lambda: linear._shared_memory(GPU) > 0,
     "parallel/peers.py:_obstacle": lambda: "NVIDIA" not in (peers._obstacle(GPU, 2) or ""),
@@ -37,9 +37,8 @@ OF_A_MAKER = {"get_device_capability", "get_arch_list", "get_gencode_flags", "gc
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that says (9, 0), as an H200 and an MI250 do."""
-    cached = [hopper_support.why_not_on, flash_backend._major, flash_backend.is_preferred, _triton.pdl_supported,
-              _device.shared_memory, _device.num_multiprocessors, decoder_layers_support._why_not_on,
-              linear._shared_memory]
+    cached = [prefill_support.why_not_on, flash_attn_backend._major, _triton.pdl_supported, _device.shared_memory,
+              _device.num_multiprocessors, decoder_layers_support._why_not_on, linear._shared_memory]
     for one in cached:
         one.cache_clear()
     properties = type("Properties", (), {"shared_memory_per_block_optin": 232448, "multi_processor_count": 132})
@@ -62,7 +61,7 @@ def test_a_capability_is_that_of_an_nvidia_gpu(gpu, hip, question):
 
 def test_an_amd_gpu_gets_the_plain_attention_kernels(gpu):
     gpu.setattr(torch.version, "hip", "6.4.43482")
-    assert hopper_support.why_not_on(GPU) == "needs an NVIDIA GPU, not 'cuda:0'"
+    assert prefill_support.why_not_on(GPU) == "needs an NVIDIA GPU, not 'cuda:0'"
     assert resolve_backend("auto", GPU).name == "triton"
 
 

@@ -9,7 +9,7 @@ import torch
 from support import tiny_model
 
 import hf_paged
-from hf_paged.kernels.attention.backends import TorchBackend
+from hf_paged.attention.torch_backend import TorchBackend
 
 PACKAGE = Path(hf_paged.__file__).parent
 MOST = 15  # the backend's own call included, and two that compile what an eager step misses

@@ -12,7 +12,7 @@ from support import random_prompts, tiny_model
 
 import hf_paged
 from hf_paged.guards.facts import Facts
-from hf_paged.kernels.attention import metadata
+from hf_paged.kernels.attention import types
 
 
 class Calls(NamedTuple):
@@ -63,7 +63,7 @@ def test_a_step_is_laid_out_once_and_the_model_compared_once(rows, monkeypatch):
     """However many layers there are, and a prompt once more for its last token, of which the last layer is computed;
     without a caller's code in between, later steps compare nothing."""
     laid_out, compared = Counter(), Counter()
-    own_rows, own_hold = metadata.HostRows, Facts.hold
+    own_rows, own_hold = types.HostRows, Facts.hold
 
     def lay_out(*args):
         laid_out["step"] += 1
@@ -73,7 +73,7 @@ def test_a_step_is_laid_out_once_and_the_model_compared_once(rows, monkeypatch):
         compared["call"] += 1
         return own_hold(*args)
 
-    monkeypatch.setattr(metadata, "HostRows", lay_out)
+    monkeypatch.setattr(types, "HostRows", lay_out)
     monkeypatch.setattr(Facts, "hold", hold)
     model = hf_paged.enable(tiny_model(num_hidden_layers=5), strict=True)
     ids = torch.tensor(random_prompts([9] * rows))

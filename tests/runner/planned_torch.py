@@ -1,6 +1,7 @@
 """An attention backend for graphs without a GPU."""
 
-from hf_paged.kernels.attention.backends import TorchBackend, TritonBackend
+from hf_paged.attention.torch_backend import TorchBackend
+from hf_paged.attention.triton_backend import TritonBackend
 
 
 class PlannedTorch(TorchBackend):

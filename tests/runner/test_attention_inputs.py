@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from hf_paged.kernels.attention import prompt_work
-from hf_paged.kernels.attention.backends import TritonBackend
-from hf_paged.kernels.attention.grouped_work import GroupedPlan
-from hf_paged.kernels.attention.metadata import GroupedWork
+from hf_paged.attention import plan_prompts
+from hf_paged.attention.plan_groups import GroupedPlan
+from hf_paged.attention.triton_backend import TritonBackend
+from hf_paged.kernels.attention.types import GroupedWork
 from hf_paged.models import KVSpec
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.scheduler.prefix_groups import PrefixGroups
@@ -29,7 +29,7 @@ class Watched(TritonBackend):
 @pytest.fixture
 def attention():
     spec = KVSpec(2, 8, 2, 64, torch.float16, torch.float16, torch.device("cpu"))
-    return AttentionInputs(Watched(), spec, SimpleNamespace(), max_model_len=4096)
+    return AttentionInputs(Watched(), spec, SimpleNamespace(block_size=16), max_model_len=4096)
 
 
 def shared(rows, length):
@@ -94,7 +94,7 @@ def test_prompts_are_grouped_where_that_saves_enough(attention):
 
 def test_a_captured_step_is_compared_with_the_tiles_of_its_graph(attention, monkeypatch):
     """Which are full ones, whatever the rows: more to gain."""
-    monkeypatch.setattr(prompt_work, "MOST_ELSEWHERE", 0.8)
+    monkeypatch.setattr(plan_prompts, "MOST_ELSEWHERE", 0.8)
     step = prompts_behind(4000, [12] * 60)
     assert attention.prompt_plan(step, 12, 4012) is None
     assert attention.captured_prompt_plan(step, 768) is not None

@@ -24,15 +24,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.attention import plan_prompts
+from hf_paged.attention.plan_prompts import RowPrograms
+from hf_paged.attention.triton_backend import TritonBackend
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.features.drafts import Speculation
 from hf_paged.engine.pace import Pace
-from hf_paged.kernels.attention import grouped_prefill, prompt_work
-from hf_paged.kernels.attention.backends import TritonBackend
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
 from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
-from hf_paged.kernels.attention.metadata import GroupedWork, PromptWork, TileQueue
-from hf_paged.kernels.attention.prompt_work import RowPrograms
+from hf_paged.kernels.attention.types import GroupedWork, PromptWork, TileQueue
 from hf_paged.kernels.build import compiling
 from hf_paged.kernels.hopper import decoder_layers_support as support
 from hf_paged.models.fused import FusedExecutor
@@ -266,7 +266,7 @@ def test_prompts_of_graphs_take_tiles_from_one_queue_where_that_is_wanted(steps,
 @pytest.mark.parametrize("mode", ["graphs", "eager", "off"])
 def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, monkeypatch, mode):
     """In graphs of their own beside those of other rows: the last rows that are left share nothing."""
-    monkeypatch.setattr("hf_paged.kernels.attention.grouped_decode.MIN_SAVED", 0)
+    monkeypatch.setattr("hf_paged.attention.choose_groups.MIN_SAVED", 0)
     backend = InterpretedGroups()
     monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
     if mode == "eager":
@@ -300,8 +300,8 @@ def test_rows_that_share_a_prefix_read_it_once_and_make_stocks_tokens(steps, mon
 def test_prompts_behind_a_cached_prefix_read_it_once_and_make_stocks_tokens(steps, monkeypatch, mode):
     """In graphs of their own, beside rows that decode and a prompt that shares nothing; one has its last token left."""
     for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0), ("MOST_ELSEWHERE", 9.0)):
-        monkeypatch.setattr(prompt_work, name, value)
-    monkeypatch.setattr(grouped_prefill, "RowPrograms", lambda tokens, slots, *_: RowPrograms(tokens, slots, 50.0, 1.0))
+        monkeypatch.setattr(plan_prompts, name, value)
+    monkeypatch.setattr(plan_prompts, "RowPrograms", lambda tokens, slots, *_: RowPrograms(tokens, slots, 50.0, 1.0))
     backend = InterpretedGroups()
     monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
     if mode == "eager":
@@ -751,7 +751,7 @@ def test_guesses_are_no_rows_of_one_launch(one_launch):
 @pytest.mark.interpreted
 def test_what_rows_share_is_counted_in_one_launch_as_layer_by_layer(one_launch, monkeypatch):
     """Rows that share are read in groups; those that are left read all of their positions, and nothing is saved."""
-    monkeypatch.setattr("hf_paged.kernels.attention.grouped_decode.MIN_SAVED", 0)
+    monkeypatch.setattr("hf_paged.attention.choose_groups.MIN_SAVED", 0)
     backend = InterpretedGroups()
     monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
     prompts = [random_prompts([100])[0] + [5 + i] for i in range(4)]

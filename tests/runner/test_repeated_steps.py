@@ -22,12 +22,12 @@ from threads import RowsElsewhere
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.attention import plan_prompts
+from hf_paged.attention.plan_prompts import RowPrograms
+from hf_paged.attention.triton_backend import TritonBackend
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.features.drafts import Speculation
 from hf_paged.engine.pace import Pace
-from hf_paged.kernels.attention import grouped_prefill, prompt_work
-from hf_paged.kernels.attention.backends import TritonBackend
-from hf_paged.kernels.attention.prompt_work import RowPrograms
 from hf_paged.runner import model_runner
 from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.model_runner import ModelRunner
@@ -95,11 +95,11 @@ def test_the_kinds_of_steps_are_found():
 @pytest.fixture
 def model(monkeypatch):
     """Guesses are right and wrong, rows in lockstep always join, and what is shared is always worth a group."""
-    monkeypatch.setattr("hf_paged.kernels.attention.grouped_decode.MIN_SAVED", 0)
-    monkeypatch.setattr("hf_paged.kernels.attention.grouped_work.MIN_SAVED_SHARE", 0.0)
+    monkeypatch.setattr("hf_paged.attention.choose_groups.MIN_SAVED", 0)
+    monkeypatch.setattr("hf_paged.attention.plan_groups.MIN_SAVED_SHARE", 0.0)
     for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0), ("MOST_ELSEWHERE", 9.0)):
-        monkeypatch.setattr(prompt_work, name, value)
-    monkeypatch.setattr(grouped_prefill, "RowPrograms", lambda tokens, slots, *_: RowPrograms(tokens, slots, 50.0, 1.0))
+        monkeypatch.setattr(plan_prompts, name, value)
+    monkeypatch.setattr(plan_prompts, "RowPrograms", lambda tokens, slots, *_: RowPrograms(tokens, slots, 50.0, 1.0))
     monkeypatch.setattr("hf_paged.runner.padded_steps._MIXED_TOKENS", 1)
     backend = GroupedTorch()
     monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)

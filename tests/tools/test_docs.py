@@ -137,7 +137,7 @@ PASSED_BY = {
     "integration/pretrained.py", "integration/progress.py", "engine/lockstep.py", "integration/explain.py",
     "runner/graphs.py",
     "device/virtual_memory.py", "kernels/attention/grouped_decode.py", "integration/async_calls.py",
-    "engine/driver.py", "kernels/attention/grouped_prefill.py", "kernels/attention/hopper_prefill.py",
+    "engine/driver.py", "kernels/attention/grouped_prefill.py", "kernels/hopper/prefill.py",
     "models/one_launch.py",
     "kernels/layer/join_add_rms_norm.py", "kernels/build/compiling.py", "runner/padded_steps.py",
 }

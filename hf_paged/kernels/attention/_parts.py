@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._triton import after_previous_kernel, column_numbers, jit, on_device_of, pdl_options, tl, triton
+from hf_paged.kernels._triton import after_previous_kernel, column_numbers, jit, on_device_of, pdl_options, tl
+from hf_paged.kernels.attention._launch import head_sizes
 from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
-from hf_paged.kernels.attention._tile import padded_head_dim
-from hf_paged.kernels.attention.metadata import ROW_FIELDS, PartItem, RowEntry
+from hf_paged.kernels.attention.types import ROW_FIELDS, PartItem, RowEntry
 
 ROWS, FIRST, SLOT, BEGIN, END, SPLIT, SPLITS, PART, LENGTH = column_numbers(PartItem)
 ROW_PART, ROW_PIECES, MEMBER, MEMBER_PART, MEMBER_LENGTH = column_numbers(RowEntry)
@@ -187,27 +187,17 @@ def join_parts(out: torch.Tensor, acc: torch.Tensor, sums: torch.Tensor, rows: t
 
     Args:
         acc, sums: ``[num_parts, Hq, D]`` and ``[num_parts, Hq, 2]``, float32.
-        rows: ``[R, ROW_FIELDS]`` int32, see :class:`~hf_paged.kernels.attention.metadata.RowEntry`.
+        rows: ``[R, ROW_FIELDS]`` int32, see :class:`~hf_paged.kernels.attention.types.RowEntry`.
     """
     num_rows, num_heads, head_dim = out.shape
-    group = num_heads // num_kv_heads
-    group_pad, head_dim_pad = triton.next_power_of_2(group), padded_head_dim(head_dim)
+    sizes, group_pad = head_sizes(num_heads, num_kv_heads, head_dim)
     with on_device_of(out):
         _join_kernel[(num_kv_heads, num_rows)](
-            out,
-            acc,
-            sums,
-            rows,
-            sinks,
-            HAS_SINKS=sinks is not None,
-            GROUP=group,
-            GROUP_PAD=group_pad,
-            KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PAD=head_dim_pad,
+            out, acc, sums, rows, sinks, sinks is not None, sizes.GROUP, group_pad, num_kv_heads, head_dim,
+            sizes.HEAD_DIM_PAD,
             ROW_FIELDS=ROW_FIELDS,
             # 32 elements a thread of two warps.
-            PIECES=min(8, max(1, 2048 // (group_pad * head_dim_pad))),
+            PIECES=min(8, max(1, 2048 // (group_pad * sizes.HEAD_DIM_PAD))),
             num_warps=2,
             **pdl_options(out),
         )

@@ -6,14 +6,14 @@ The recurrence is FlashAttention-2's (Dao 2023, arXiv 2307.08691, algorithm 1). 
 
 from __future__ import annotations
 
-from hf_paged.kernels._triton import jit, tl, triton
+from hf_paged.kernels._triton import jit, next_power_of_2, tl
 
 LOG2_E = 1.4426950408889634
 
 
 def padded_head_dim(head_dim: int) -> int:
     """Lanes of a tile's head: a power of two that tl.dot takes."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 @jit()

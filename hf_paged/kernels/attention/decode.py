@@ -21,12 +21,15 @@ from hf_paged.kernels._triton import (
     pdl_options,
     require_triton,
     tl,
-    triton,
 )
-from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
-from hf_paged.kernels.attention.decode_work import MAX_SPLITS, MIN_SPLIT, even_work
-from hf_paged.kernels.attention.metadata import ITEM_FIELDS, AttentionOptions, DecodeWork, PagedMetadata, WorkItem
+from hf_paged.kernels.attention._launch import launch_arguments, partial_results
+from hf_paged.kernels.attention._tile import attend_tile, blocks_of, padded_head_dim
+from hf_paged.kernels.attention.types import ITEM_FIELDS, AttentionOptions, DecodeWork, PagedMetadata, WorkItem
 
+# A row is never cut further: its splits are joined by one program.
+MAX_SPLITS = 64
+# A shorter split costs more in its start and its part of the joining than it gains.
+MIN_SPLIT = 64
 # Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
 _DEEP_SHARED_MEMORY = 160 << 10
 # Rows times KV heads a multiprocessor up to which a step counts as tiny, as few, as small, as middling.
@@ -111,7 +114,7 @@ def config_of(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtyp
 
 
 def cta_slots_of(config: DecodeConfig, num_kv_heads: int, device: torch.device) -> int:
-    """Splits of one KV head that run at the same time, for :func:`~.decode_work.plan_items`."""
+    """Splits of one KV head that run at the same time, which a plan of the rows is cut for."""
     return max(1, config.programs_per_sm * num_multiprocessors(device) // num_kv_heads)
 
 
@@ -283,6 +286,18 @@ def _join_splits(
     tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
 
 
+def even_work(meta: PagedMetadata, num_kv_heads: int, splits: int) -> DecodeWork:
+    """Every row cut alike, for callers without a plan; made on the device, without waiting for it."""
+    device = meta.seq_lens.device
+    num_rows = meta.seq_lens.numel()
+    row = torch.arange(num_rows, device=device, dtype=torch.int32).repeat_interleave(splits)
+    split = torch.arange(splits, device=device, dtype=torch.int32).repeat(num_rows)
+    length, slot = meta.seq_lens.repeat_interleave(splits), meta.slots.repeat_interleave(splits)
+    columns = WorkItem(row=row, split=split, num_splits=torch.full_like(row, splits), length=length, slot=slot)
+    arrivals = torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device)
+    return DecodeWork(torch.stack(columns, dim=1), arrivals)
+
+
 def paged_attention_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -293,7 +308,7 @@ def paged_attention_decode(
     out: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` where every row has exactly one new token.
+    """:func:`~hf_paged.attention.paged_attention.paged_attention` where every row has exactly one new token.
 
     fp16, bf16 or fp32; head_dim up to 256. One Triton launch over ``meta.work``; without a plan every row is cut alike.
     The grid depends on the number of items alone: a CUDA graph serves every plan that has as many.
@@ -303,8 +318,8 @@ def paged_attention_decode(
         config: tile shape; None: by head size and number of programs.
     """
     require_triton()
-    num_rows, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
+    num_rows, _, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if num_rows == 0:
         return out
@@ -314,51 +329,28 @@ def paged_attention_decode(
         splits = min(MAX_SPLITS, max(1, cta_slots_of(config, num_kv_heads, q.device) // num_rows))
         work = even_work(meta, num_kv_heads, splits)
     assert isinstance(work, DecodeWork), "the plan of a step that is read row by row"
-    group = num_heads // num_kv_heads
-    group_pad = triton.next_power_of_2(group)
-    head_dim_pad = padded_head_dim(head_dim)
-    acc = torch.empty(len(work.items), num_heads, head_dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(len(work.items), num_heads, 2, dtype=torch.float32, device=q.device)
+    shared = launch_arguments(q, k_cache, meta, options)
+    acc, sums = partial_results(len(work.items), q)
     # Programs that come early are spread over what room there is, unevenly: only a step that has room for all may. They
     # read the plan ahead of the wait, so it must not come from the kernel just before.
     early = meta.work is not None and num_rows * num_kv_heads <= _FEW * num_multiprocessors(q.device)
     launch = pdl_options(q) if early else {"PDL": False}
     with on_device_of(q):
         _decode_kernel[(num_kv_heads, len(work.items))](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            acc,
-            sums,
-            work.items,
-            work.arrivals,
-            meta.block_table,
-            options.sinks,
-            q.stride(0),
-            q.stride(1),
-            meta.block_table.stride(0),
-            options.window or 0,
-            options.scale * LOG2_E,
-            (options.softcap or 0.0) * LOG2_E,
-            HAS_WINDOW=options.window is not None,
-            HAS_SOFTCAP=options.softcap is not None,
+            q, k_cache, v_cache, out, acc, sums, work.items, work.arrivals, meta.block_table, options.sinks,
+            *shared.numbers,
             HAS_SINKS=options.sinks is not None,
-            GROUP=group,
-            GROUP_PAD=group_pad,
-            KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PAD=head_dim_pad,
-            BLOCK_SIZE=block_size,
-            BLOCK_M=max(16, group_pad),
+            GROUP_PAD=shared.group_pad,
+            BLOCK_M=max(16, shared.group_pad),
             BLOCK_N=config.block_n,
             MIN_TILES=-(-MIN_SPLIT // config.block_n),
             ITEM_FIELDS=ITEM_FIELDS,
             ALL_SPLITS=MAX_SPLITS,
             # 64 elements a thread of four warps.
-            TILE_SPLITS=max(1, 8192 // (group_pad * head_dim_pad)),
+            TILE_SPLITS=max(1, 8192 // (shared.group_pad * shared.sizes.HEAD_DIM_PAD)),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **shared.constants,
             **launch,
         )
     return out

@@ -1,20 +1,20 @@
 # mypy: disallow-untyped-defs=False
 """Paged attention for rows of one new token that share prefixes: what a group shares is read once for a tile of rows.
 
-Over planned parts (`grouped_work`). A tile of a group's queries is one operand of the tensor cores, as in
-Hydragen (Juravsky et al. 2024, arXiv 2402.05099), ChunkAttention (Ye et al. 2024, arXiv 2402.15220, whose prefix tree
-nests as groups do) and FlashInfer's cascade inference (Ye et al. 2025, arXiv 2501.01005, which joins partial results by
-their sums of weights, too). Here the parts of all levels and rows run beside each other in one grid; a small second
-launch joins them. (Joining by whoever finishes a row's last piece, as in `decode`, made that program join a whole tile
-of rows alone, which took longer than everything before it.)
+Over planned parts (`hf_paged/attention/plan_groups.py`). A tile of a group's queries is one operand of the tensor
+cores, as in Hydragen (Juravsky et al. 2024, arXiv 2402.05099), ChunkAttention (Ye et al. 2024, arXiv 2402.15220, whose
+prefix tree nests as groups do) and FlashInfer's cascade inference (Ye et al. 2025, arXiv 2501.01005, which joins
+partial results by their sums of weights, too). Here the parts of all levels and rows run beside each other in one grid;
+a small second launch joins them. (Joining by the program that finishes a row's last piece, as in `decode`, made that
+program join a whole tile of rows alone, which took longer than everything before it.)
 """
 
 from __future__ import annotations
 
 import torch
 
-from hf_paged.device.cuda import num_multiprocessors, shared_memory
-from hf_paged.kernels._triton import jit, on_device_of, pdl_supported, require_triton, tl, triton
+from hf_paged.kernels._triton import jit, next_power_of_2, on_device_of, pdl_supported, require_triton, tl
+from hf_paged.kernels.attention._launch import launch_arguments, partial_results
 from hf_paged.kernels.attention._parts import (
     BEGIN,
     END,
@@ -31,10 +31,9 @@ from hf_paged.kernels.attention._parts import (
     store_nothing,
     store_part,
 )
-from hf_paged.kernels.attention._tile import LOG2_E, attend_tile, blocks_of, padded_head_dim
-from hf_paged.kernels.attention.decode_work import MIN_SPLIT
-from hf_paged.kernels.attention.grouped_work import MIN_GROUP_SPLIT, MIN_SAVED, Kernel
-from hf_paged.kernels.attention.metadata import (
+from hf_paged.kernels.attention._tile import attend_tile, blocks_of
+from hf_paged.kernels.attention.decode import MIN_SPLIT
+from hf_paged.kernels.attention.types import (
     PART_FIELDS,
     ROW_FIELDS,
     AttentionOptions,
@@ -44,6 +43,8 @@ from hf_paged.kernels.attention.metadata import (
     positively_scaled,
 )
 
+# A group's split has all its rows' partial results to write: shorter ones cost more in that than they gain.
+MIN_GROUP_SPLIT = 128
 # By bytes of one head's key (padded). Measured on an H200 for 256 bytes; larger tiles for larger
 # groups were no faster, since three programs a multiprocessor hide more than they save.
 _G = GroupedConfig
@@ -75,20 +76,7 @@ def grouped_config(head_dim_pad: int, itemsize: int, group: int, shared_memory: 
     """Tiles for a head size and query heads of a KV head. `shared_memory`: bytes a block may have."""
     configs = _FLOAT if itemsize == 4 else _DEEP if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW
     config = configs[max(64, head_dim_pad * itemsize)]
-    return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
-
-
-def grouped_kernel_of(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
-                      device: torch.device) -> Kernel:
-    """What :func:`paged_attention_grouped` is on `device`."""
-    group, head_dim_pad = num_heads // num_kv_heads, padded_head_dim(head_dim)
-    config = grouped_config(head_dim_pad, dtype.itemsize, group, shared_memory(device))
-    multiprocessors = num_multiprocessors(device)
-    return Kernel(
-        config, tile_rows=config.block_m // group,
-        cta_slots=max(1, config.programs_per_sm * multiprocessors // num_kv_heads),
-        positions_worth_it=MIN_SAVED * 256 / (head_dim_pad * dtype.itemsize) * multiprocessors / num_kv_heads,
-    )
+    return config._replace(block_m=max(config.block_m, next_power_of_2(group)))
 
 
 @jit()
@@ -219,58 +207,33 @@ def paged_attention_grouped(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` of one new token a row, over ``meta.work``.
+    """:func:`~hf_paged.attention.paged_attention.paged_attention` of one new token a row, over ``meta.work``.
 
     fp16, bf16 or fp32; head_dim up to 256. The grid and the memory for parts depend on the shapes of the plan alone: a
     CUDA graph serves every plan of the same shapes and tile.
 
     Args:
-        meta: its ``work`` is a :class:`~hf_paged.kernels.attention.metadata.GroupedWork`.
+        meta: its ``work`` is a :class:`~hf_paged.kernels.attention.types.GroupedWork`.
         out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
     """
     require_triton()
     work = meta.work
     assert isinstance(work, GroupedWork), "the plan of a grouped step"
-    _, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    group = num_heads // num_kv_heads
-    config = work.config
+    num_kv_heads, config = k_cache.shape[2], work.config
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     q, options = positively_scaled(q, options)
-    acc = torch.empty(work.num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(work.num_parts, num_heads, 2, dtype=torch.float32, device=q.device)
-    group_pad, head_dim_pad = triton.next_power_of_2(group), padded_head_dim(head_dim)
+    shared = launch_arguments(q, k_cache, meta, options)
+    acc, sums = partial_results(work.num_parts, q)
     with on_device_of(q):
         _grouped_kernel[(num_kv_heads, len(work.items))](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            acc,
-            sums,
-            work.items,
-            work.rows,
-            meta.block_table,
-            options.sinks,
-            q.stride(0),
-            q.stride(1),
-            meta.block_table.stride(0),
-            options.window or 0,
-            options.scale * LOG2_E,
-            (options.softcap or 0.0) * LOG2_E,
-            HAS_WINDOW=options.window is not None,
-            HAS_SOFTCAP=options.softcap is not None,
+            q, k_cache, v_cache, out, acc, sums, work.items, work.rows, meta.block_table, options.sinks,
+            *shared.numbers,
             HAS_SINKS=options.sinks is not None,
-            GROUP=group,
-            KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PAD=head_dim_pad,
-            BLOCK_SIZE=block_size,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             STAGES=config.num_stages,
             MIN_TILES=-(-MIN_GROUP_SPLIT // config.block_n),
-            OWN_BLOCK_M=max(16, group_pad),
+            OWN_BLOCK_M=max(16, shared.group_pad),
             OWN_BLOCK_N=config.own_block_n,
             OWN_STAGES=config.own_stages,
             OWN_MIN_TILES=-(-MIN_SPLIT // config.own_block_n),
@@ -278,6 +241,7 @@ def paged_attention_grouped(
             ROW_FIELDS=ROW_FIELDS,
             PDL=pdl_supported(q.device),
             num_warps=config.num_warps,
+            **shared.constants,
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
         )
         join_parts(out, acc, sums, work.rows, options.sinks, num_kv_heads)

@@ -1,23 +1,21 @@
 # mypy: disallow-untyped-defs=False
 """Paged attention for prompts that share prefixes: what lies ahead of all new tokens is read once for a tile of them.
 
-Two launches over planned parts (`prompt_work`): tiles of several rows' queries over what these rows share, which none
-of them has to mask, as in `grouped_decode` (which names the sources), with tokens in place of rows; then `prefill` over
-each row's own positions. Its tiles start from the parts of their rows, in the order of the positions that these are of.
+Two launches over planned parts (`hf_paged/attention/plan_prompts.py`): tiles of several rows' queries over what these
+rows share, which none of them has to mask, as in `grouped_decode` (which names the sources), with tokens in place of
+rows; then `prefill` over each row's own positions. Its tiles start from the parts of their rows, in the order of the
+positions that these are of.
 """
 
 from __future__ import annotations
 
 import torch
 
-from hf_paged.device.cuda import num_multiprocessors, shared_memory
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
+from hf_paged.kernels.attention._launch import launch_arguments, partial_results
 from hf_paged.kernels.attention._parts import BEGIN, END, FIRST, PART, ROWS, SLOT, SPLIT, SPLITS, shared_part
-from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
-from hf_paged.kernels.attention.grouped_decode import grouped_config
-from hf_paged.kernels.attention.grouped_work import Kernel
-from hf_paged.kernels.attention.hopper_support import packed_heads, tile_tokens
-from hf_paged.kernels.attention.metadata import (
+from hf_paged.kernels.attention.prefill import SharedParts, paged_attention_prefill
+from hf_paged.kernels.attention.types import (
     PART_FIELDS,
     ROW_FIELDS,
     AttentionOptions,
@@ -25,48 +23,9 @@ from hf_paged.kernels.attention.metadata import (
     PromptWork,
     positively_scaled,
 )
-from hf_paged.kernels.attention.prefill import (
-    DEEP_SHARED_MEMORY,
-    SharedParts,
-    paged_attention_prefill,
-    prefill_config,
-)
-from hf_paged.kernels.attention.prompt_work import MIN_SPLIT, PromptKernel, RowPrograms
 
-# By query lines of a program that reads row by row: how many of them a multiprocessor holds, what a position costs
-# there, in positions of a group's tile, and how much of that where it holds one. Measured on an H200.
-_ROW_PROGRAMS = {16: (6, 1.6, 0.45), 32: (5, 2.0, 0.75), 64: (3, 0.9, 0.5), 128: (2, 1.06, 0.7)}
-# With the tiles of long sequences, which have four times as many positions.
-_LONG_ROW_PROGRAMS = {16: (1, 0.3, 1.0), 32: (1, 0.33, 1.0), 64: (1, 0.4, 1.0), 128: (1, 0.44, 1.0)}
-# A position of a full tile of the kernel for Hopper, at the most that it was measured to make (700 TFLOP/s).
-_HOPPER_COST = 0.31
-
-
-def prompt_kernel_of(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
-                     max_query_len: int, max_seq_len: int) -> PromptKernel:
-    """What :func:`paged_attention_grouped_prefill` is on `device`, and what reads row by row there."""
-    group, head_dim_pad, memory = num_heads // num_kv_heads, padded_head_dim(head_dim), shared_memory(device)
-    config = grouped_config(head_dim_pad, dtype.itemsize, group, memory)
-    rows = prefill_config(head_dim_pad, dtype.itemsize, group, max_query_len, max_seq_len, memory)
-    by_lines = _LONG_ROW_PROGRAMS if rows.block_n > 64 else _ROW_PROGRAMS
-    programs, cost, lone = by_lines[min(rows.block_m, 128)]
-    if dtype.itemsize == 4:  # products on the plain cores take as long as they have lines
-        cost = rows.block_m / config.block_m
-    multiprocessors = num_multiprocessors(device)
-
-    def slots(programs_per_sm: int) -> int:
-        return max(1, programs_per_sm * multiprocessors // num_kv_heads)
-
-    shared = Kernel(config, config.block_m // group, slots(config.programs_per_sm), 1)
-    is_measured = head_dim_pad == 128 and dtype.itemsize == 2 and memory >= DEEP_SHARED_MEMORY
-    row_programs = RowPrograms(rows.block_m // group, slots(programs), cost, lone)
-    return PromptKernel(shared, row_programs, row_programs, is_measured)
-
-
-def hopper_rows(group: int, num_kv_heads: int, device: torch.device) -> RowPrograms:
-    """The programs of `hopper_prefill` for `group` query heads of a KV head, one on each multiprocessor."""
-    slots = max(1, num_multiprocessors(device) // num_kv_heads)
-    return RowPrograms(tile_tokens(group), slots, _HOPPER_COST * (group // packed_heads(group)), 1.0)
+# A split of less costs more in its partial results than it gains.
+MIN_SPLIT = 128
 
 
 @jit(varying_pointers=("items", "table"))
@@ -121,46 +80,24 @@ def paged_attention_grouped_prefill(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` for rows of any length, over ``meta.work``.
+    """:func:`~hf_paged.attention.paged_attention.paged_attention` for rows of any length, over ``meta.work``.
 
     fp16, bf16 or fp32; head_dim up to 256. The grids and the memory for parts depend on the shapes of the plan alone: a
     CUDA graph serves every plan of the same shapes and tile.
 
     Args:
-        meta: its ``work`` is a :class:`~hf_paged.kernels.attention.metadata.PromptWork`.
+        meta: its ``work`` is a :class:`~hf_paged.kernels.attention.types.PromptWork`.
         out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
     """
     require_triton()
     assert isinstance(meta.work, PromptWork), "the plan of prompts that share prefixes"
     (items, rows, num_parts, config), own_begin = meta.work
-    _, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
     q, options = positively_scaled(q, options)
-    acc = torch.empty(num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(num_parts, num_heads, 2, dtype=torch.float32, device=q.device)
+    arguments = launch_arguments(q, k_cache, meta, options)
+    acc, sums = partial_results(num_parts, q)
     with on_device_of(q):
-        _shared_kernel[(num_kv_heads, len(items))](
-            q,
-            k_cache,
-            v_cache,
-            acc,
-            sums,
-            items,
-            rows,
-            meta.block_table,
-            q.stride(0),
-            q.stride(1),
-            meta.block_table.stride(0),
-            options.window or 0,
-            options.scale * LOG2_E,
-            (options.softcap or 0.0) * LOG2_E,
-            HAS_WINDOW=options.window is not None,
-            HAS_SOFTCAP=options.softcap is not None,
-            GROUP=num_heads // num_kv_heads,
-            KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PAD=padded_head_dim(head_dim),
-            BLOCK_SIZE=block_size,
+        _shared_kernel[(k_cache.shape[2], len(items))](
+            q, k_cache, v_cache, acc, sums, items, rows, meta.block_table, *arguments.numbers,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             STAGES=config.num_stages,
@@ -168,6 +105,7 @@ def paged_attention_grouped_prefill(
             PART_FIELDS=PART_FIELDS,
             ROW_FIELDS=ROW_FIELDS,
             num_warps=config.num_warps,
+            **arguments.constants,
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
         )
     shared = SharedParts(own_begin, rows, acc, sums)

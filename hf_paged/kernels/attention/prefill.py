@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.device.cuda import shared_memory
-from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels._triton import jit, next_power_of_2, on_device_of, require_triton, tl
+from hf_paged.kernels.attention._launch import launch_arguments
 from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
 from hf_paged.kernels.attention._parts import ROW_PART, ROW_PIECES
-from hf_paged.kernels.attention._tile import LOG2_E, padded_head_dim
-from hf_paged.kernels.attention.metadata import ROW_FIELDS, AttentionOptions, PagedMetadata, positively_scaled
+from hf_paged.kernels.attention.types import ROW_FIELDS, AttentionOptions, PagedMetadata, positively_scaled
 
 
 class PrefillConfig(NamedTuple):
@@ -79,8 +79,8 @@ def prefill_config(
     config = configs[max(32, head_dim_pad)]
     if configs is _DEEP and max_seq_len > SHORT_SEQUENCE:
         config = _DEEP_LONG.get(head_dim_pad, config)
-    filled = triton.next_power_of_2(min(max_query_len, config.block_m) * group)
-    block_m = max(16, triton.next_power_of_2(group), min(config.block_m, filled))
+    filled = next_power_of_2(min(max_query_len, config.block_m) * group)
+    block_m = max(16, next_power_of_2(group), min(config.block_m, filled))
     if block_m < config.block_m and itemsize == 2:
         if block_m < 64:  # too few rows for Hopper's instructions
             config = config._replace(branch=False)
@@ -270,7 +270,7 @@ def paged_attention_prefill(
     config: PrefillConfig | None = None,
     shared: SharedParts | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` for rows of any length, one Triton launch.
+    """:func:`~hf_paged.attention.paged_attention.paged_attention` for rows of any length, one Triton launch.
 
     fp16, bf16 or fp32; head_dim up to 256. Rows find their tiles on the device (a tile's row by binary search over
     ``query_start``, as in vLLM's unified kernel), so the grid needs only T and R.
@@ -281,51 +281,26 @@ def paged_attention_prefill(
         shared: partial results of what rows need not read; None: every row reads all that it sees.
     """
     require_triton()
-    num_tokens, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
+    num_tokens = len(q)
+    num_kv_heads = k_cache.shape[2]
     num_rows = meta.seq_lens.numel()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if num_tokens == 0:
         return out
-    group = num_heads // num_kv_heads
-    head_dim_pad = padded_head_dim(head_dim)
-    if config is None:
-        config = prefill_config(head_dim_pad, q.element_size(), group, meta.max_query_len, meta.max_seq_len,
-                                shared_memory(q.device))
     q, options = positively_scaled(q, options)
+    arguments = launch_arguments(q, k_cache, meta, options)
+    group = arguments.sizes.GROUP
+    if config is None:
+        config = prefill_config(arguments.sizes.HEAD_DIM_PAD, q.element_size(), group, meta.max_query_len,
+                                meta.max_seq_len, shared_memory(q.device))
     own_begin, rows, acc, sums = (None,) * 4 if shared is None else shared
     # A row of n tokens that starts anywhere needs at most n // BLOCK_Q + 1 tiles.
     num_tiles = num_tokens // (config.block_m // group) + num_rows
     with on_device_of(q):
         _prefill_kernel[(num_tiles * num_kv_heads,)](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            meta.query_start,
-            meta.seq_lens,
-            meta.block_table,
-            meta.slots,
-            options.sinks,
-            own_begin,
-            rows,
-            acc,
-            sums,
-            num_rows,
-            q.stride(0),
-            q.stride(1),
-            meta.block_table.stride(0),
-            options.window or 0,
-            options.scale * LOG2_E,
-            (options.softcap or 0.0) * LOG2_E,
-            HAS_WINDOW=options.window is not None,
-            HAS_SOFTCAP=options.softcap is not None,
+            q, k_cache, v_cache, out, meta.query_start, meta.seq_lens, meta.block_table, meta.slots, options.sinks,
+            own_begin, rows, acc, sums, num_rows, *arguments.numbers,
             HAS_SINKS=options.sinks is not None,
-            GROUP=group,
-            KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PAD=head_dim_pad,
-            BLOCK_SIZE=block_size,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BRANCH=config.branch,
@@ -333,6 +308,7 @@ def paged_attention_prefill(
             ROW_FIELDS=ROW_FIELDS,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **arguments.constants,
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
         )
     return out

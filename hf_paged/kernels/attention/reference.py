@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_paged.kernels.attention.host_rows import GroupedRows, SingleRow
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, positively_scaled
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, positively_scaled
 
 # Whatever somebody puts in its place in torch.nn.functional.
 _ATTENTION = torch._C._nn.scaled_dot_product_attention

@@ -16,13 +16,14 @@ import torch
 
 from hf_paged.kernels._triton import (
     after_previous_kernel,
+    cdiv,
     jit,
+    next_power_of_2,
     on_device_of,
     pdl_options,
     prefetch_vector,
     require_triton,
     tl,
-    triton,
 )
 from hf_paged.kernels.comm._peers import (
     MAX_PROGRAMS,
@@ -120,12 +121,12 @@ def all_reduce(x: torch.Tensor, peers: Peers, algorithm: Algorithm | None = None
         return out
     # Two 16-byte vectors a thread and rank in flight for long inputs, one and more programs for short ones.
     vector = 16 // x.element_size()
-    tile = min(max(triton.next_power_of_2(triton.cdiv(numel, MAX_PROGRAMS)), 512 * vector), 1024 * vector)
-    num_programs = min(MAX_PROGRAMS, triton.cdiv(numel, tile))
+    tile = min(max(next_power_of_2(cdiv(numel, MAX_PROGRAMS)), 512 * vector), 1024 * vector)
+    num_programs = min(MAX_PROGRAMS, cdiv(numel, tile))
     with on_device_of(x):
         _all_reduce_kernel[(num_programs,)](
             x, out, peers.buffers, peers.epochs, peers.abort, peers.rank, numel,
-            triton.cdiv(triton.cdiv(numel, num_programs), 64) * 64, TILE=tile, num_warps=16,
+            cdiv(cdiv(numel, num_programs), 64) * 64, TILE=tile, num_warps=16,
             **_options(x, peers, algorithm),
         )
     return out
@@ -160,14 +161,14 @@ def all_reduce_add_rms_norm(
     normed, summed = torch.empty_like(x), torch.empty_like(x)
     if num_rows == 0:
         return normed, summed
-    width_pad = triton.next_power_of_2(width)
+    width_pad = next_power_of_2(width)
     # As in add_rms_norm: the order in which a row's squares are added depends on it.
     num_warps = max(1, min(16, width_pad // 256))
-    rows = triton.cdiv(num_rows, MAX_PROGRAMS)
-    num_programs, vectors = triton.cdiv(num_rows, rows), rows * width * x.element_size() // 16
+    rows = cdiv(num_rows, MAX_PROGRAMS)
+    num_programs, vectors = cdiv(num_rows, rows), rows * width * x.element_size() // 16
     if algorithm.posted and num_programs * _SPREAD <= _MAX_SPREAD:
         num_programs *= _SPREAD
-        vectors = triton.cdiv(x.nbytes // 16, num_programs)
+        vectors = cdiv(x.nbytes // 16, num_programs)
     with on_device_of(x):
         _all_reduce_add_rms_norm_kernel[(num_programs,)](
             x, x if residual is None else residual, weight, normed, summed, peers.buffers, peers.epochs, peers.abort,

@@ -7,7 +7,9 @@ import torch
 
 from hf_paged.kernels._triton import (
     after_previous_kernel,
+    cdiv,
     jit,
+    next_power_of_2,
     on_device_of,
     prefetch_options,
     prefetch_rows,
@@ -80,7 +82,7 @@ def dot_silu(x: torch.Tensor, weight: torch.Tensor, config: DotConfig) -> torch.
     if out.numel() == 0:
         return out
     with on_device_of(x):
-        _dot_silu_kernel[(triton.cdiv(num_outputs, config.block_n // 2),)](
+        _dot_silu_kernel[(cdiv(num_outputs, config.block_n // 2),)](
             x,
             weight,
             out,
@@ -89,7 +91,7 @@ def dot_silu(x: torch.Tensor, weight: torch.Tensor, config: DotConfig) -> torch.
             width,
             x.stride(0),
             weight.stride(0),
-            ROWS=max(16, triton.next_power_of_2(num_rows)),
+            ROWS=max(16, next_power_of_2(num_rows)),
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,
             EVEN_N=num_outputs % (config.block_n // 2) == 0,

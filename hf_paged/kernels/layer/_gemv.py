@@ -9,7 +9,9 @@ import torch
 
 from hf_paged.kernels._triton import (
     after_previous_kernel,
+    cdiv,
     jit,
+    next_power_of_2,
     on_device_of,
     prefetch_options,
     prefetch_rows,
@@ -131,9 +133,9 @@ def gemv(
     if out.numel() == 0:
         return out
     block_k = 256 * config.num_warps
-    rows = triton.next_power_of_2(num_rows)
+    rows = next_power_of_2(num_rows)
     with on_device_of(x):
-        _gemv_kernel[(triton.cdiv(num_outputs, config.block_n),)](
+        _gemv_kernel[(cdiv(num_outputs, config.block_n),)](
             x,
             weight,
             bias,

@@ -9,14 +9,15 @@ import torch
 
 from hf_paged.kernels._triton import (
     after_previous_kernel,
+    cdiv,
     jit,
+    next_power_of_2,
     on_device_of,
     pdl_options,
     prefetch_options,
     prefetch_rows,
     require_triton,
     tl,
-    triton,
 )
 
 MAX_ROWS = 64
@@ -123,8 +124,8 @@ def _dot(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, confi
     (num_rows, width), num_outputs = x.shape, len(weight)
     if num_rows > MAX_ROWS:
         raise ValueError(f"at most {MAX_ROWS} rows, got {num_rows}")
-    per_split = triton.cdiv(triton.cdiv(width, config.split_k), config.block_k) * config.block_k
-    splits = max(1, triton.cdiv(width, per_split))
+    per_split = cdiv(cdiv(width, config.split_k), config.block_k) * config.block_k
+    splits = max(1, cdiv(width, per_split))
     if splits > 1:
         out = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
     else:
@@ -132,7 +133,7 @@ def _dot(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, confi
     if out.numel() == 0:
         return out
     with on_device_of(x):
-        _dot_kernel[(triton.cdiv(num_outputs, config.block_n), splits)](
+        _dot_kernel[(cdiv(num_outputs, config.block_n), splits)](
             x,
             weight,
             None if splits > 1 else bias,
@@ -145,7 +146,7 @@ def _dot(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, confi
             weight.stride(0),
             SPLIT=splits > 1,
             HAS_BIAS=bias is not None and splits == 1,
-            ROWS=max(16, triton.next_power_of_2(num_rows)),
+            ROWS=max(16, next_power_of_2(num_rows)),
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,
             EVEN_N=num_outputs % config.block_n == 0,
@@ -164,7 +165,7 @@ def joined_dot_parts(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torc
     if out.numel() == 0:
         return out
     with on_device_of(parts):
-        _join_kernel[(triton.cdiv(out.numel(), 512),)](
+        _join_kernel[(cdiv(out.numel(), 512),)](
             parts, bias, out, out.numel(), num_outputs, SPLITS=splits, HAS_BIAS=bias is not None, TILE=512,
             num_warps=4, **pdl_options(parts),
         )

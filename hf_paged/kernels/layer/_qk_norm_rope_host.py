@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_paged.kernels.layer.add_rms_norm import rms_norm_host
+from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 
 
 def rope_rows(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,29 +18,20 @@ def rope_rows(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> 
     return cos.index_select(0, positions)[:, None], signed[:, None]
 
 
-def qk_norm_rope_store_host(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> torch.Tensor:
+def qk_norm_rope_store_host(qkv: torch.Tensor, heads: HeadsToCache) -> torch.Tensor:
     """:func:`qk_norm_rope_store`; without positions ``cos`` and ``sin`` are :func:`rope_rows`."""
+    q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache = heads
     if positions is not None:
         cos, sin = rope_rows(cos, sin, positions)
     kv_heads, head_dim = k_cache.shape[2:]
-    heads = qkv.view(len(qkv), qkv.shape[1] // head_dim, head_dim)
-    num_query = heads.shape[1] - 2 * kv_heads
-    query, key, value = heads.split_with_sizes((num_query, kv_heads, kv_heads), 1)
+    tokens, width = qkv.shape
+    packed = qkv.view(tokens, width // head_dim, head_dim)
+    num_query = width // head_dim - 2 * kv_heads
+    query, key, value = packed.split_with_sizes((num_query, kv_heads, kv_heads), 1)
     if q_weight is not None and k_weight is not None:
         both = torch.cat((rms_norm_host(query, q_weight, eps), rms_norm_host(key, k_weight, eps)), 1)
     else:
-        both = heads[:, : num_query + kv_heads]
+        both = packed[:, : num_query + kv_heads]
     # transformers' apply_rotary_pos_emb: (-b) * sin is b * (-sin) to the bit.
     turned = both.roll(head_dim // 2, -1)
     if both.dtype == sin.dtype:

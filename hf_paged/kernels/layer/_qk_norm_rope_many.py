@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, tl, triton
+from hf_paged.kernels._triton import after_previous_kernel, cdiv, jit, next_power_of_2, on_device_of, pdl_options, tl
 from hf_paged.kernels.layer._qk_norm_rope_tile import normed_and_rotated
+from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 
 # Heads of a token that a program takes side by side, how often it does so, and its warps.
 _SIDE, _TURNS, _WARPS = 4, 4, 4
@@ -132,40 +133,20 @@ def _many_tokens_kernel(
                 _store_head(v_cache + at, lane, written, left, first, second, turn, SIDE, HEAD_DIM)
 
 
-def qk_norm_rope_store_many(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> torch.Tensor:
+def qk_norm_rope_store_many(qkv: torch.Tensor, heads: HeadsToCache) -> torch.Tensor:
     """The operation of :mod:`~hf_paged.kernels.layer.qk_norm_rope_store` as one Triton launch for one token or more."""
+    q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache = heads
     kv_heads, head_dim = k_cache.shape[2:]
     num_tokens, num_heads = len(qkv), qkv.shape[1] // head_dim - 2 * kv_heads
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    half_pad = triton.next_power_of_2(head_dim // 2)
+    half_pad = next_power_of_2(head_dim // 2)
     # One 16-byte load a thread and half: no more heads at a time, or each would have cos and sin once more.
     tokens = max(1, _WARPS * 32 * 16 // qkv.element_size() // (_SIDE * half_pad))
     tile_heads = _SIDE * _TURNS
-    tiles = triton.cdiv(num_heads, tile_heads) + 2 * triton.cdiv(kv_heads, tile_heads)
+    tiles = cdiv(num_heads, tile_heads) + 2 * cdiv(kv_heads, tile_heads)
     with on_device_of(qkv):
-        _many_tokens_kernel[(triton.cdiv(num_tokens, tokens), tiles)](
-            qkv,
-            q_weight,
-            k_weight,
-            cos,
-            sin,
-            positions,
-            slot_mapping,
-            k_cache,
-            v_cache,
-            query,
-            eps,
+        _many_tokens_kernel[(cdiv(num_tokens, tokens), tiles)](
+            qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, query, eps,
             num_tokens,
             qkv.stride(0),
             cos.stride(0),

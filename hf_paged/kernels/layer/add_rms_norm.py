@@ -5,21 +5,40 @@ from __future__ import annotations
 
 import torch
 
+from hf_paged.kernels._checks import checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
+    next_power_of_2,
     on_device_of,
     pdl_options,
     prefetch_vector,
     require_triton,
     tl,
-    triton,
 )
 
 _MANY_ROWS = 512
 
 
-def add_rms_norm(
+def check_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Raise ValueError for tensors that are not as :func:`add_rms_norm` says."""
+    if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
+        raise ValueError(f"x must be [T, H] and weight [H], H > 0, got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+    dtypes = {t.dtype for t in (x, residual, weight) if t is not None}
+    if dtype is None and len(dtypes) > 1:
+        raise ValueError(f"x, residual and weight must share a dtype, got {sorted(map(str, dtypes))}")
+    if dtype is not None and not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
+        raise ValueError(f"x, residual and weight must be fp32, fp16 or bf16, got {sorted(map(str, dtypes))}")
+    if any(t is not None and t.stride(-1) != 1 for t in (x, residual, weight)):
+        raise ValueError("the last dim of x, residual and weight must be contiguous")
+
+
+def add_rms_norm_unchecked(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,23 +58,17 @@ def add_rms_norm(
         residual promote to.
 
     Raises:
-        ValueError: shapes, dtypes or strides that are not as above.
+        ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
-    check_norm(x, residual, weight, one_dtype=dtype is None)
-    return add_rms_norm_unchecked(x, residual, weight, eps, dtype)
-
-
-def add_rms_norm_unchecked(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
-    dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`add_rms_norm` for tensors that are known to be as it says."""
     if x.is_cuda:
         return add_rms_norm_triton(x, residual, weight, eps, dtype)
     if dtype is not None:
         return add_rms_norm_reference(x, residual, weight, eps, dtype)
     summed = x if residual is None else residual + x
     return rms_norm_host(summed, weight, eps), summed
+
+
+add_rms_norm = checked(check_norm, add_rms_norm_unchecked)
 
 
 def add_rms_norm_reference(
@@ -143,7 +156,7 @@ def add_rms_norm_triton(
         summed = torch.empty(x.shape, dtype=common, device=x.device)
     if num_rows == 0:
         return normed, summed
-    width_pad = triton.next_power_of_2(width)
+    width_pad = next_power_of_2(width)
     options = pdl_options(x)
     with on_device_of(x):
         _add_rms_norm_kernel[(num_rows,)](
@@ -166,20 +179,3 @@ def add_rms_norm_triton(
             **options,
         )
     return normed, summed
-
-
-def check_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, *, one_dtype: bool = True
-) -> None:
-    """Raise ValueError for tensors that are not as :func:`add_rms_norm` says."""
-    if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
-        raise ValueError(f"x must be [T, H] and weight [H], H > 0, got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
-    dtypes = {t.dtype for t in (x, residual, weight) if t is not None}
-    if one_dtype and len(dtypes) > 1:
-        raise ValueError(f"x, residual and weight must share a dtype, got {sorted(map(str, dtypes))}")
-    if not one_dtype and not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
-        raise ValueError(f"x, residual and weight must be fp32, fp16 or bf16, got {sorted(map(str, dtypes))}")
-    if any(t is not None and t.stride(-1) != 1 for t in (x, residual, weight)):
-        raise ValueError("the last dim of x, residual and weight must be contiguous")

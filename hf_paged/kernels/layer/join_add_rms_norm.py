@@ -5,22 +5,30 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._checks import Expected, check_tensors
+from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
+    next_power_of_2,
     on_device_of,
     pdl_options,
     prefetch_vector,
     require_triton,
     tl,
-    triton,
 )
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm_reference, normed_row
 from hf_paged.kernels.layer.linear import joined_reference
 
 
-def join_add_rms_norm(
+def _check(parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    check_tensors(
+        Expected("parts", parts, (None, None, None), torch.float32, contiguous=True),
+        Expected("residual", residual, tuple(parts.shape[1:]), residual.dtype),
+        Expected("weight", weight, tuple(parts.shape[2:]), residual.dtype),
+    )
+
+
+def join_add_rms_norm_unchecked(
     parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`~hf_paged.kernels.layer.add_rms_norm.add_rms_norm` of a product in parts, as (normed, summed).
@@ -36,22 +44,13 @@ def join_add_rms_norm(
         two ``[T, H]`` tensors, contiguous, the residual's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or strides that are not as above.
+        ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
-    check_tensors(
-        Expected("parts", parts, (None, None, None), torch.float32, contiguous=True),
-        Expected("residual", residual, tuple(parts.shape[1:]), residual.dtype),
-        Expected("weight", weight, tuple(parts.shape[2:]), residual.dtype),
-    )
-    return join_add_rms_norm_unchecked(parts, residual, weight, eps)
-
-
-def join_add_rms_norm_unchecked(
-    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`join_add_rms_norm` for tensors that are known to be as it says."""
     run = join_add_rms_norm_triton if parts.is_cuda else join_add_rms_norm_reference
     return run(parts, residual, weight, eps)
+
+
+join_add_rms_norm = checked(_check, join_add_rms_norm_unchecked)
 
 
 def join_add_rms_norm_reference(
@@ -103,7 +102,7 @@ def join_add_rms_norm_triton(
     normed, summed = (torch.empty(num_rows, width, dtype=residual.dtype, device=parts.device) for _ in range(2))
     if num_rows == 0:
         return normed, summed
-    width_pad = triton.next_power_of_2(width)
+    width_pad = next_power_of_2(width)
     with on_device_of(parts):
         _join_add_rms_norm_kernel[(num_rows,)](
             parts,

@@ -4,24 +4,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
-from hf_paged.kernels._checks import Expected, check_tensors
+from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
+    cdiv,
     jit,
+    next_power_of_2,
     on_device_of,
     pdl_options,
     prefetch_vector,
     require_triton,
     tl,
-    triton,
 )
 from hf_paged.kernels.layer._qk_norm_rope_host import qk_norm_rope_store_host, rope_rows
 from hf_paged.kernels.layer._qk_norm_rope_many import qk_norm_rope_store_many
 from hf_paged.kernels.layer._qk_norm_rope_tile import halves, normed_and_rotated
 from hf_paged.kernels.layer.add_rms_norm import rms_norm_reference
+from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.linear import joined, joined_reference
 from hf_paged.kernels.layer.store_kv import store_kv_reference
 
@@ -29,18 +32,39 @@ _TILE_ELEMENTS, _MANY_TOKENS = 1024, 512
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
-def qk_norm_rope_store(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> torch.Tensor:
+def _check(qkv: torch.Tensor, heads: HeadsToCache) -> None:
+    q_weight, k_weight, _, cos, sin, positions, slot_mapping, k_cache, v_cache = heads
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight and k_weight: expected two tensors or None twice")
+    if positions is None:
+        raise ValueError("positions: expected [T] int64, not None")
+    dtype, in_parts = k_cache.dtype, qkv.dim() == 3
+    check_tensors(
+        Expected("k_cache", k_cache, (None, None, None, None), dtype, contiguous=True),
+        Expected("qkv", qkv, (None,) * (2 + in_parts), torch.float32 if in_parts else dtype, contiguous=in_parts),
+    )
+    if in_parts and len(qkv) == 0:
+        raise ValueError(f"qkv: {list(qkv.shape)}; expected [S, T, (Hq + 2 * Hkv) * D] with S at least 1, or no parts")
+    (tokens, width), (kv_heads, head_dim) = qkv.shape[-2:], k_cache.shape[2:]
+    if head_dim % 2 or width % head_dim or width <= 2 * kv_heads * head_dim:
+        raise ValueError(
+            f"qkv: [{tokens}, {width}]; expected [T, (Hq + 2 * Hkv) * D] with Hkv = {kv_heads} and D = {head_dim}, even"
+        )
+    weights = {"q_weight": q_weight, "k_weight": k_weight}
+    if (found := {cos.dtype, *(w.dtype for w in weights.values() if w is not None)}) - {dtype} and not found <= _FLOATS:
+        raise ValueError(f"cos and the weights: {sorted(map(str, found))}; expected {dtype}, or fp32, fp16 or bf16")
+    weight_dtype = dtype if q_weight is None else q_weight.dtype
+    check_tensors(
+        *(Expected(name, weight, (head_dim,), weight_dtype) for name, weight in weights.items() if weight is not None),
+        Expected("cos", cos, (None, head_dim), cos.dtype),
+        Expected("sin", sin, tuple(cos.shape), cos.dtype),
+        Expected("positions", positions, (tokens,), torch.int64, contiguous=True),
+        Expected("slot_mapping", slot_mapping, (tokens,), torch.int64, contiguous=True),
+        Expected("v_cache", v_cache, tuple(k_cache.shape), dtype, contiguous=True),
+    )
+
+
+def qk_norm_rope_store_unchecked(qkv: torch.Tensor, heads: HeadsToCache) -> torch.Tensor:
     """Queries ready for attention; the tokens' keys and values go to the caches, in place.
 
     Args:
@@ -48,46 +72,20 @@ def qk_norm_rope_store(
             strided, the last dim is contiguous. It has the caches' dtype. Or float32 ``[S, T, (Hq + 2 * Hkv) * D]``,
             contiguous, S at least 1, see :func:`~hf_paged.kernels.layer.linear.linear_parts`: parts are added up in
             order and rounded once.
-        q_weight, k_weight: ``[D]``, the weights of the per-head RMSNorms; both None: no norms.
-        eps: of both norms.
-        cos, sin: ``[P, D]``, a row per position; rows may be strided. They and the weights are of the caches' dtype,
-            or of float32, float16 or bfloat16: then values are rounded to what torch's promotion gives, and at last to
-            the caches' dtype, as attention under autocast rounds its inputs.
-        positions: ``[T]`` int64, row of the tables of each token, also of tokens that are not written.
-        slot_mapping: ``[T]`` int64, as in :func:`~hf_paged.kernels.layer.store_kv.store_kv`; -1 writes nothing.
-        k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, contiguous.
 
     Returns:
         ``[T, Hq, D]``, contiguous, the caches' dtype.
 
     Raises:
-        ValueError: shapes, dtypes or strides that are not as above. Positions and slots are not checked (that would
-            wait).
+        ValueError: from the checked op, shapes, dtypes or strides that are not as above and in `HeadsToCache`.
+            Positions and slots are not checked (that would wait).
     """
-    _check(qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache)
-    return qk_norm_rope_store_unchecked(
-        qkv, q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache
-    )
+    if heads.positions is None or not qkv.is_cuda:
+        return qk_norm_rope_store_host(joined(qkv, heads.k_cache.dtype), heads)
+    return qk_norm_rope_store_triton(qkv, heads)
 
 
-def qk_norm_rope_store_unchecked(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> torch.Tensor:
-    """:func:`qk_norm_rope_store` for tensors that are known to be as it says; the tables also from `step_tables`."""
-    rest = slot_mapping, k_cache, v_cache
-    if positions is None or not qkv.is_cuda:
-        qkv = joined(qkv, k_cache.dtype)
-        return qk_norm_rope_store_host(qkv, q_weight, k_weight, eps, cos, sin, positions, *rest)
-    return qk_norm_rope_store_triton(qkv, q_weight, k_weight, eps, cos, sin, positions, *rest)
+qk_norm_rope_store = checked(_check, qk_norm_rope_store_unchecked)
 
 
 def step_tables(
@@ -97,24 +95,14 @@ def step_tables(
     return (cos, sin, positions) if positions.is_cuda else (*rope_rows(cos, sin, positions), None)
 
 
-def qk_norm_rope_store_reference(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    store: Callable[..., None] = store_kv_reference,
-) -> torch.Tensor:
+def qk_norm_rope_store_reference(qkv: torch.Tensor, heads: HeadsToCache,
+                                 store: Callable[..., None] = store_kv_reference) -> torch.Tensor:
     """:func:`qk_norm_rope_store` in plain torch; `store` as :func:`~hf_paged.kernels.layer.store_kv.store_kv`."""
+    q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache = heads
     qkv = joined_reference(qkv, k_cache.dtype)
     kv_heads, head_dim = k_cache.shape[2:]
-    heads = qkv.unflatten(1, (-1, head_dim))
-    query, key, value = heads.tensor_split((heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads), dim=1)
+    packed = qkv.unflatten(1, (-1, head_dim))
+    query, key, value = packed.tensor_split((packed.shape[1] - 2 * kv_heads, packed.shape[1] - kv_heads), dim=1)
     cos, sin = cos[positions][:, None], sin[positions][:, None]
     key = _rotate(key if k_weight is None else rms_norm_reference(key, k_weight, eps), cos, sin)
     store(key.to(k_cache.dtype), value, k_cache, v_cache, slot_mapping)
@@ -218,48 +206,31 @@ def _qk_norm_rope_store_kernel(
                 tl.store(v_cache + HALF + at, second, mask=inside)
 
 
-def qk_norm_rope_store_triton(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> torch.Tensor:
+@lru_cache(maxsize=64)
+def _tiles_of(num_heads: int, kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+    """Padded half of a head, heads of a tile, tiles of a token."""
+    half_pad = next_power_of_2(head_dim // 2)
+    tile_heads = min(max(1, _TILE_ELEMENTS // (2 * half_pad)), next_power_of_2(max(num_heads, kv_heads)))
+    return half_pad, tile_heads, cdiv(num_heads, tile_heads) + 2 * cdiv(kv_heads, tile_heads)
+
+
+def qk_norm_rope_store_triton(qkv: torch.Tensor, heads: HeadsToCache) -> torch.Tensor:
     """:func:`qk_norm_rope_store` as one Triton launch. Of few tokens a program has one, and some heads of q, k or v."""
     require_triton()
     num_tokens, width = qkv.shape[-2:]
+    q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache = heads
     if num_tokens >= _MANY_TOKENS:
-        qkv = joined(qkv, k_cache.dtype)
-        return qk_norm_rope_store_many(
-            qkv, q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache
-        )
+        return qk_norm_rope_store_many(joined(qkv, k_cache.dtype), heads)
     num_parts = len(qkv) if qkv.dim() == 3 else 0
     kv_heads, head_dim = k_cache.shape[2:]
     num_heads = width // head_dim - 2 * kv_heads
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=k_cache.dtype, device=qkv.device)
     if num_tokens == 0:
         return query
-    half_pad = triton.next_power_of_2(head_dim // 2)
-    tile_heads = min(max(1, _TILE_ELEMENTS // (2 * half_pad)), triton.next_power_of_2(max(num_heads, kv_heads)))
-    tiles = triton.cdiv(num_heads, tile_heads) + 2 * triton.cdiv(kv_heads, tile_heads)
+    half_pad, tile_heads, tiles = _tiles_of(num_heads, kv_heads, head_dim)
     with on_device_of(qkv):
         _qk_norm_rope_store_kernel[(num_tokens, tiles)](
-            qkv,
-            q_weight,
-            k_weight,
-            cos,
-            sin,
-            positions,
-            slot_mapping,
-            k_cache,
-            v_cache,
-            query,
-            eps,
+            qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, query, eps,
             qkv.stride(0) if num_parts else 0,
             qkv.stride(-2),
             cos.stride(0),
@@ -276,42 +247,3 @@ def qk_norm_rope_store_triton(
             **pdl_options(qkv),
         )
     return query
-
-
-def _check(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> None:
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_weight and k_weight: expected two tensors or None twice")
-    dtype, in_parts = k_cache.dtype, qkv.dim() == 3
-    check_tensors(
-        Expected("k_cache", k_cache, (None, None, None, None), dtype, contiguous=True),
-        Expected("qkv", qkv, (None,) * (2 + in_parts), torch.float32 if in_parts else dtype, contiguous=in_parts),
-    )
-    if in_parts and len(qkv) == 0:
-        raise ValueError(f"qkv: {list(qkv.shape)}; expected [S, T, (Hq + 2 * Hkv) * D] with S at least 1, or no parts")
-    (tokens, width), (kv_heads, head_dim) = qkv.shape[-2:], k_cache.shape[2:]
-    if head_dim % 2 or width % head_dim or width <= 2 * kv_heads * head_dim:
-        raise ValueError(
-            f"qkv: [{tokens}, {width}]; expected [T, (Hq + 2 * Hkv) * D] with Hkv = {kv_heads} and D = {head_dim}, even"
-        )
-    weights = {"q_weight": q_weight, "k_weight": k_weight}
-    if (found := {cos.dtype, *(w.dtype for w in weights.values() if w is not None)}) - {dtype} and not found <= _FLOATS:
-        raise ValueError(f"cos and the weights: {sorted(map(str, found))}; expected {dtype}, or fp32, fp16 or bf16")
-    weight_dtype = dtype if q_weight is None else q_weight.dtype
-    check_tensors(
-        *(Expected(name, weight, (head_dim,), weight_dtype) for name, weight in weights.items() if weight is not None),
-        Expected("cos", cos, (None, head_dim), cos.dtype),
-        Expected("sin", sin, tuple(cos.shape), cos.dtype),
-        Expected("positions", positions, (tokens,), torch.int64, contiguous=True),
-        Expected("slot_mapping", slot_mapping, (tokens,), torch.int64, contiguous=True),
-        Expected("v_cache", v_cache, tuple(k_cache.shape), dtype, contiguous=True),
-    )

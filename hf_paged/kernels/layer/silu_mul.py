@@ -6,10 +6,30 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
+from hf_paged.kernels._checks import checked
+from hf_paged.kernels._triton import (
+    after_previous_kernel,
+    cdiv,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    pdl_options,
+    require_triton,
+    tl,
+    triton,
+)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def _check(gate_up: torch.Tensor) -> None:
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up must be [T, 2 * I], got {tuple(gate_up.shape)}")
+    if not gate_up.is_floating_point():
+        raise ValueError(f"gate_up must be a float tensor, got {gate_up.dtype}")
+    if gate_up.stride(1) != 1:
+        raise ValueError(f"the last dim of gate_up must be contiguous: strides {gate_up.stride()}")
+
+
+def silu_mul_unchecked(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` where each row of ``gate_up`` is its gate followed by its up.
 
     Args:
@@ -19,20 +39,12 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         ``[T, I]``, gate_up's dtype, contiguous; ``silu(gate)`` is rounded to it before the product.
 
     Raises:
-        ValueError: a shape, dtype or stride that is not as above.
+        ValueError: from the checked op, a shape, dtype or stride that is not as above.
     """
-    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
-        raise ValueError(f"gate_up must be [T, 2 * I], got {tuple(gate_up.shape)}")
-    if not gate_up.is_floating_point():
-        raise ValueError(f"gate_up must be a float tensor, got {gate_up.dtype}")
-    if gate_up.stride(1) != 1:
-        raise ValueError(f"the last dim of gate_up must be contiguous: strides {gate_up.stride()}")
-    return silu_mul_unchecked(gate_up)
-
-
-def silu_mul_unchecked(gate_up: torch.Tensor) -> torch.Tensor:
-    """:func:`silu_mul` for a tensor that is known to be as it says."""
     return silu_mul_triton(gate_up) if gate_up.is_cuda else silu_mul_reference(gate_up)
+
+
+silu_mul = checked(_check, silu_mul_unchecked)
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -80,9 +92,9 @@ def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:
         return out
-    tile = min(1024, triton.next_power_of_2(width))
+    tile = min(1024, next_power_of_2(width))
     with on_device_of(gate_up):
-        _silu_mul_kernel[(num_rows, triton.cdiv(width, tile))](
+        _silu_mul_kernel[(num_rows, cdiv(width, tile))](
             gate_up,
             out,
             gate_up.stride(0),

@@ -5,16 +5,30 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels._checks import checked
+from hf_paged.kernels._triton import cdiv, jit, next_power_of_2, on_device_of, require_triton, tl
 
 
-def store_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+def _check(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+           slot_mapping: torch.Tensor) -> None:
+    if not key.shape == value.shape == (slot_mapping.numel(), *k_cache.shape[2:]) or k_cache.shape != v_cache.shape:
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, Hkv, D] for {slot_mapping.numel()} "
+            f"slots and caches [num_blocks, block_size, Hkv, D], got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    if not key.dtype == value.dtype == k_cache.dtype == v_cache.dtype:
+        dtypes = (key.dtype, value.dtype, k_cache.dtype, v_cache.dtype)
+        raise ValueError(f"key, value, k_cache and v_cache must share a dtype, got {dtypes}")
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
+        raise ValueError(f"slot_mapping must be [T] int64, got {tuple(slot_mapping.shape)} {slot_mapping.dtype}")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("k_cache and v_cache must be contiguous")
+    if key.stride(-1) != 1 or value.stride(-1) != 1:
+        raise ValueError(f"the last dim of key and value must be contiguous: strides {key.stride()}, {value.stride()}")
+
+
+def store_kv_unchecked(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                       slot_mapping: torch.Tensor) -> None:
     """Copy token t's key and value to slot ``slot_mapping[t]`` of the caches, in place.
 
     Args:
@@ -24,33 +38,20 @@ def store_kv(
         slot_mapping: ``[T]`` int64; -1 writes nothing. Two tokens with one slot: either may win.
 
     Raises:
-        ValueError: shapes, dtypes or strides that are not as above. Slots are not checked (that would wait).
+        ValueError: from the checked op, shapes, dtypes or strides that are not as above. Slots are not checked (that
+            would wait).
     """
-    _check(key, value, k_cache, v_cache, slot_mapping)
-    store_kv_unchecked(key, value, k_cache, v_cache, slot_mapping)
-
-
-def store_kv_unchecked(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """:func:`store_kv` for tensors that are known to be as it says."""
     if key.is_cuda:
         store_kv_triton(key, value, k_cache, v_cache, slot_mapping)
     else:
         store_kv_reference(key, value, k_cache, v_cache, slot_mapping)
 
 
-def store_kv_reference(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+store_kv = checked(_check, store_kv_unchecked)
+
+
+def store_kv_reference(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                       slot_mapping: torch.Tensor) -> None:
     """:func:`store_kv` in plain torch."""
     if bool((slot_mapping < 0).any()):
         kept = (slot_mapping >= 0).nonzero().view(-1)
@@ -87,22 +88,17 @@ def _store_kv_kernel(
         tl.store(v_cache + slot * WIDTH + column, v, mask=inside)
 
 
-def store_kv_triton(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+def store_kv_triton(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                    slot_mapping: torch.Tensor) -> None:
     """:func:`store_kv` as one Triton launch, a program per token and up to 1,024 elements of its key and value."""
     require_triton()
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
     width = num_kv_heads * head_dim
-    tile = min(1024, triton.next_power_of_2(width))
+    tile = min(1024, next_power_of_2(width))
     with on_device_of(key):
-        _store_kv_kernel[(num_tokens, triton.cdiv(width, tile))](
+        _store_kv_kernel[(num_tokens, cdiv(width, tile))](
             key,
             value,
             k_cache,
@@ -117,26 +113,3 @@ def store_kv_triton(
             TILE=tile,
             num_warps=4,
         )
-
-
-def _check(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    if not key.shape == value.shape == (slot_mapping.numel(), *k_cache.shape[2:]) or k_cache.shape != v_cache.shape:
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, Hkv, D] for {slot_mapping.numel()} "
-            f"slots and caches [num_blocks, block_size, Hkv, D], got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        )
-    if not key.dtype == value.dtype == k_cache.dtype == v_cache.dtype:
-        dtypes = (key.dtype, value.dtype, k_cache.dtype, v_cache.dtype)
-        raise ValueError(f"key, value, k_cache and v_cache must share a dtype, got {dtypes}")
-    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
-        raise ValueError(f"slot_mapping must be [T] int64, got {tuple(slot_mapping.shape)} {slot_mapping.dtype}")
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("k_cache and v_cache must be contiguous")
-    if key.stride(-1) != 1 or value.stride(-1) != 1:
-        raise ValueError(f"the last dim of key and value must be contiguous: strides {key.stride()}, {value.stride()}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._triton import jit, pdl_options, prefetch_rows, tl, triton
+from hf_paged.kernels._triton import cdiv, jit, next_power_of_2, pdl_options, prefetch_rows, tl, triton
 from hf_paged.kernels.lora.lora_order import RowOrder
-from hf_paged.kernels.lora.lora_table import LoraTable, power_of_two
+from hf_paged.kernels.lora.lora_table import LoraTable
 
 FIELDS = 5 if tl is None else tl.constexpr(5)  # int64 values of an adapter in the table
 _EARLY_ROWS = 32
@@ -198,7 +198,7 @@ def columns_of(following: LoraTable) -> int:
 
     More than the 16 rows of a tile: with as many, all warps take the same part of a product behind another one.
     """
-    return min(64, max(32, power_of_two(following.num_slots * following.rank)))
+    return min(64, max(32, next_power_of_2(following.num_slots * following.rank)))
 
 
 def prefetches(table: LoraTable, x: torch.Tensor) -> bool:
@@ -209,7 +209,7 @@ def prefetches(table: LoraTable, x: torch.Tensor) -> bool:
 def tiles_of_rows(num_rows: int, block_m: int, order: RowOrder | None) -> tuple[int, dict]:
     """How many tiles of rows there are, and the launch arguments of `rows_of_tile`."""
     if order is None:
-        return triton.cdiv(num_rows, block_m), {"rows": None, "tile_entries": None, "HAS_ROWS": False,
+        return cdiv(num_rows, block_m), {"rows": None, "tile_entries": None, "HAS_ROWS": False,
                                                 "BLOCK_M": block_m}
     return len(order.rows), {"rows": order.rows, "tile_entries": order.tile_entries, "HAS_ROWS": True,
                              "BLOCK_M": order.tile}

@@ -7,14 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._triton import (
-    after_previous_kernel,
-    jit,
-    on_device_of,
-    require_triton,
-    tl,
-    triton,
-)
+from hf_paged.kernels._triton import after_previous_kernel, cdiv, jit, on_device_of, require_triton, tl, triton
 from hf_paged.kernels.layer.silu_mul import silu_mul_reference, silu_mul_tile, silu_mul_unchecked
 from hf_paged.kernels.lora._lora_tile import (
     add_bias,
@@ -256,7 +249,7 @@ def expand_config(product: torch.Tensor, table: LoraTable, order: RowOrder | Non
 def lora_expand_triton(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
                        order: RowOrder | None, config: ExpandConfig) -> torch.Tensor:
     """:func:`lora_expand` as one Triton launch."""
-    tiles = sum(triton.cdiv(size, config.block_n) for _, size in table.columns)
+    tiles = sum(cdiv(size, config.block_n) for _, size in table.columns)
     _launch(product, shrunk, table, order, product, tiles, config)
     return product
 
@@ -274,7 +267,7 @@ def lora_expand_silu_mul_triton(
     if table.num_members != 2:
         raise ValueError(f"table of {table.num_members} members: expected gates and ups, 2")
     rows, inner = len(product), product.shape[1] // 2
-    tiles = triton.cdiv(inner, config.block_n)
+    tiles = cdiv(inner, config.block_n)
     out = torch.empty(rows, inner, dtype=product.dtype, device=product.device)
     sums = None
     if following is not None:

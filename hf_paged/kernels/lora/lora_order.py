@@ -10,11 +10,11 @@ import torch
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
+    next_power_of_2,
     on_device_of,
     pdl_options,
     require_triton,
     tl,
-    triton,
 )
 
 MANY_ROWS = 1024  # prompts: their tiles are filled, and what a launch of its own costs counts for little
@@ -119,7 +119,7 @@ def order_rows_triton(entries: torch.Tensor, num_entries: int, tile: int) -> Row
     count = _num_tiles(len(entries), num_entries, tile)
     rows = torch.empty(count, tile, dtype=torch.int32, device=entries.device)
     tile_entries = torch.empty(count, dtype=torch.int32, device=entries.device)
-    bins = max(16, triton.next_power_of_2(num_entries + 1))
+    bins = max(16, next_power_of_2(num_entries + 1))
     if len(entries):
         with on_device_of(entries):
             _order_kernel[(num_entries + 2,)](

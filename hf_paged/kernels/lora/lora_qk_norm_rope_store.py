@@ -8,13 +8,14 @@ import torch
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
+    next_power_of_2,
     on_device_of,
     prefetch_vector,
     require_triton,
     tl,
-    triton,
 )
 from hf_paged.kernels.layer._qk_norm_rope_tile import halves, normed_and_rotated
+from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store_unchecked
 from hf_paged.kernels.lora._lora_tile import (
     add_bias,
@@ -31,28 +32,14 @@ from hf_paged.kernels.lora.lora_order import MANY_ROWS, tile_of
 _MOST_ROWS = MANY_ROWS
 
 
-def lora_qk_norm_rope_store_unchecked(
-    qkv: torch.Tensor,
-    delta: Delta,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> torch.Tensor:
+def lora_qk_norm_rope_store_unchecked(qkv: torch.Tensor, delta: Delta, heads: HeadsToCache) -> torch.Tensor:
     """`qk_norm_rope_store` of ``lora_expand(qkv, *delta)``, which see; `qkv` may be written.
 
     Unchecked, and exact as the two one after the other, but for the order in which a head's squares are added.
     """
-    rest = q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache
-    if qkv.is_cuda and positions is not None and _is_one_launch(qkv, delta, k_cache):
-        return lora_qk_norm_rope_store_triton(qkv, delta, q_weight, k_weight, eps, cos, sin, positions, slot_mapping,
-                                              k_cache, v_cache)
-    return qk_norm_rope_store_unchecked(lora_expand_unchecked(qkv, *delta), *rest)
+    if qkv.is_cuda and heads.positions is not None and _is_one_launch(qkv, delta, heads.k_cache):
+        return lora_qk_norm_rope_store_triton(qkv, delta, heads)
+    return qk_norm_rope_store_unchecked(lora_expand_unchecked(qkv, *delta), heads)
 
 
 def _is_one_launch(qkv: torch.Tensor, delta: Delta, k_cache: torch.Tensor) -> bool:
@@ -190,21 +177,10 @@ def _lora_qk_norm_rope_store_kernel(
             tl.store(v_cache + HALF + to, second, mask=mask)
 
 
-def lora_qk_norm_rope_store_triton(
-    qkv: torch.Tensor,
-    delta: Delta,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> torch.Tensor:
+def lora_qk_norm_rope_store_triton(qkv: torch.Tensor, delta: Delta, heads: HeadsToCache) -> torch.Tensor:
     """:func:`lora_qk_norm_rope_store_unchecked` as one Triton launch, a program for a head of some rows."""
     require_triton()
+    q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache = heads
     num_rows, table = len(qkv), delta.table
     kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -221,7 +197,7 @@ def lora_qk_norm_rope_store_triton(
             HEADS=num_heads,
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
-            HALF_PAD=max(16, triton.next_power_of_2(head_dim // 2)),
+            HALF_PAD=max(16, next_power_of_2(head_dim // 2)),
             HAS_NORMS=q_weight is not None,
             BLOCK_R=table.rank_tile,
             RANK_DIVISOR=table.rank_divisor,

@@ -8,14 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.device.cuda import shared_memory
-from hf_paged.kernels._triton import (
-    after_previous_kernel,
-    jit,
-    on_device_of,
-    require_triton,
-    tl,
-    triton,
-)
+from hf_paged.kernels._triton import after_previous_kernel, cdiv, jit, next_power_of_2, on_device_of, require_triton, tl
 from hf_paged.kernels.lora._lora_tile import (
     FIELDS,
     lora_dot,
@@ -28,7 +21,7 @@ from hf_paged.kernels.lora._lora_tile import (
     tiles_of_rows,
 )
 from hf_paged.kernels.lora.lora_order import MANY_ROWS, RowOrder
-from hf_paged.kernels.lora.lora_table import LoraTable, power_of_two
+from hf_paged.kernels.lora.lora_table import LoraTable
 
 _HOPPER_SHARED_MEMORY = 200 << 10  # bytes a block may have there, at the least
 
@@ -168,7 +161,7 @@ def shrink_config(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> 
         # Where products of three parts come out of registers, as before Hopper, tiles as wide as there spill.
         in_parts = precision == "tf32x3" and table.compute_dtype == torch.float32
         block_k = 32 if in_parts and shared_memory(x.device) < _HOPPER_SHARED_MEMORY else 64
-        return ShrinkConfig(64, min(64, power_of_two(columns)), block_k, 1, precision, 4, 3)
+        return ShrinkConfig(64, min(64, next_power_of_2(columns)), block_k, 1, precision, 4, 3)
     block_m = (16 if rows <= 16 else 32 if rows <= 32 else 64) if order is None else order.tile
     block_r = table.rank_tile
     split_k = max(1, min(16, width // 128))  # whatever the rows: kernels that add them up are compiled for a number
@@ -180,13 +173,13 @@ def lora_shrink_triton(x: torch.Tensor, table: LoraTable, order: RowOrder | None
     """:func:`lora_shrink` as one Triton launch."""
     require_triton()
     num_rows, width = x.shape
-    per_split = triton.cdiv(triton.cdiv(width, config.split_k), config.block_k) * config.block_k
-    splits = triton.cdiv(width, per_split)
+    per_split = cdiv(cdiv(width, config.split_k), config.block_k) * config.block_k
+    splits = cdiv(width, per_split)
     out = torch.empty(splits, num_rows, table.num_parts, table.num_members, table.rank, dtype=torch.float32,
                       device=x.device)
     if not num_rows:
         return out
-    columns = triton.cdiv(table.num_slots * table.rank, config.block_r)
+    columns = cdiv(table.num_slots * table.rank, config.block_r)
     options = table_options(table, x, config.precision)
     row_tiles, row_arguments = tiles_of_rows(num_rows, config.block_m, order)
     with on_device_of(x):

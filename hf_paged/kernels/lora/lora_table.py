@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hf_paged.device.upload import upload
+from hf_paged.kernels._triton import next_power_of_2
 
 MOST_MEMBERS = 3
 _SMALLEST_RANK = 16  # of a product on tensor cores
@@ -121,15 +122,10 @@ def _table(group: Members, places: torch.Tensor, scales: torch.Tensor) -> LoraTa
     row_bytes = [adapter.a.shape[1] * adapter.a.element_size() for adapter in adapters]
     return LoraTable(
         group.entries, places, scales, group.columns, group.compute_dtype,
-        max(_SMALLEST_RANK, power_of_two(max(ranks))), int(np.gcd.reduce([*ranks, _SMALLEST_RANK])),
+        max(_SMALLEST_RANK, next_power_of_2(max(ranks))), int(np.gcd.reduce([*ranks, _SMALLEST_RANK])),
         not any(number % 16 for number in addresses + row_bytes),
         any(adapter.bias is not None for adapter in adapters),
     )
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << (number - 1).bit_length()
 
 
 def _numbers(group: Members) -> tuple[np.ndarray, np.ndarray]:

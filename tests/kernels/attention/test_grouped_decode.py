@@ -7,11 +7,14 @@ import pytest
 import torch
 from paged_cases import expected, make_case, random_groups, run_poisoned, worst_error
 
-from hf_paged.kernels.attention import grouped_work
-from hf_paged.kernels.attention.backends import BACKENDS
+from hf_paged.attention import choose_groups as choosing
+from hf_paged.attention import plan_groups as planning
+from hf_paged.attention.choose_groups import FixedPieces, Kernel, choose_groups
+from hf_paged.attention.plan_groups import plan_groups
+from hf_paged.attention.registry import BACKENDS
+from hf_paged.attention.spec import AttentionSpec
 from hf_paged.kernels.attention.grouped_decode import _grouped_kernel, grouped_config, paged_attention_grouped
-from hf_paged.kernels.attention.grouped_work import FixedPieces, Kernel, choose_groups, plan_groups
-from hf_paged.kernels.attention.metadata import GroupedConfig, GroupedWork
+from hf_paged.kernels.attention.types import GroupedConfig, GroupedWork
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -19,8 +22,8 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 @pytest.fixture(autouse=True)
 def every_group_pays(monkeypatch):
-    monkeypatch.setattr(grouped_work, "PIECE_COST", 0)
-    monkeypatch.setattr(grouped_work, "MIN_SAVED_SHARE", 0.0)
+    monkeypatch.setattr(choosing, "PIECE_COST", 0)
+    monkeypatch.setattr(planning, "MIN_SAVED_SHARE", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +100,7 @@ CONFIG = GroupedConfig(16, 16, 2, 16, 2, 4, 3)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_group_of_several_tiles_and_splits(monkeypatch, window, sinks):
     """The first rows see less of the prefix than the last ones, or nothing of it."""
-    monkeypatch.setattr(grouped_work, "MIN_GROUP_SPLIT", 16)
+    monkeypatch.setattr(planning, "MIN_GROUP_SPLIT", 16)
     rows = [(1, 150 + 20 * i) for i in range(6)]
     groups = shared(6, 144)
     case = make_case(rows, seed=1, groups=groups, heads=4, kv_heads=1, window=window, sinks=sinks)
@@ -147,14 +150,14 @@ def test_a_backend_takes_the_kernel_that_the_plan_is_for(monkeypatch):
     groups = shared(2, 64)
     case = planned(make_case([(1, 70), (1, 90)], seed=5, groups=groups), groups, CONFIG)
     for name in ("triton", "flash_attn"):
-        monkeypatch.setattr("hf_paged.kernels.attention.backends.paged_attention_decode", None)
+        monkeypatch.setattr("hf_paged.attention.triton_backend.paged_attention_decode", None)
         assert torch.equal(BACKENDS[name].run(*case[:5]), paged_attention_grouped(*case[:5]))
 
 
 def test_the_reference_reads_every_row_for_itself():
     groups = shared(2, 64)
     case = planned(make_case([(1, 70), (1, 90)], seed=5, groups=groups), groups, CONFIG)
-    assert BACKENDS["torch"].choose_groups(groups, 2, 4, 2, 32, torch.float32, case.q.device) is None
+    assert BACKENDS["torch"].choose_groups(groups, 2, AttentionSpec(4, 2, 32, torch.float32, case.q.device, 16)) is None
     assert worst_error(BACKENDS["torch"].run(*case[:5]), expected(case)) < TOLERANCE[torch.float32]
 
 

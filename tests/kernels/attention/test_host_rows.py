@@ -7,8 +7,9 @@ import pytest
 import torch
 from paged_cases import expected, make_case, random_rows, worst_error
 
-from hf_paged.kernels.attention.backends import BACKENDS
-from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.attention.registry import BACKENDS
+from hf_paged.attention.spec import AttentionSpec
+from hf_paged.kernels.attention.types import PagedMetadata
 
 SIZE, HEADS, DIM = 16, 2, 4
 
@@ -44,8 +45,9 @@ def test_layers_that_share_what_was_read_once_compute_the_same(seed):
     r = random.Random(seed)
     case = make_case(random_rows(r, r.randint(1, 6), 60, 20), seed=seed, window=r.choice([None, 7, 33]))
     torch_backend = BACKENDS["torch"]
-    heads, dim = case.k_cache.shape[2:]
-    meta = torch_backend.read_once(case.meta, case.k_cache.shape[1], heads * dim)
+    block_size, heads, dim = case.k_cache.shape[1:]
+    spec = AttentionSpec(case.q.shape[1], heads, dim, case.q.dtype, case.q.device, block_size)
+    meta = torch_backend.read_once(case.meta, spec)
     assert meta.host_rows is not None
     meta.host_rows.reads(5)
     for _ in range(2):
@@ -56,4 +58,5 @@ def test_layers_that_share_what_was_read_once_compute_the_same(seed):
 
 def test_backends_that_read_on_the_device_are_given_nothing():
     meta = layout([1], 1, 5)
-    assert all(backend.read_once(meta, SIZE, 8) is meta for name, backend in BACKENDS.items() if name != "torch")
+    spec = AttentionSpec(2, 1, 8, torch.float32, torch.device("cpu"), SIZE)
+    assert all(backend.read_once(meta, spec) is meta for name, backend in BACKENDS.items() if name != "torch")

@@ -9,10 +9,9 @@ import pytest
 import torch
 from paged_cases import expected, make_case, random_rows, run_poisoned, sdpa, worst_error
 
-from hf_paged.kernels.attention.backends import BACKENDS, resolve_backend
-from hf_paged.kernels.attention.decode import DecodeConfig, decode_config, paged_attention_decode
-from hf_paged.kernels.attention.decode_work import even_work
-from hf_paged.kernels.attention.paged_attention import paged_attention
+from hf_paged.attention.paged_attention import paged_attention
+from hf_paged.attention.registry import BACKENDS, resolve_backend
+from hf_paged.kernels.attention.decode import DecodeConfig, decode_config, even_work, paged_attention_decode
 from hf_paged.kernels.attention.prefill import (
     FULL_TILE,
     SHORT_SEQUENCE,
@@ -161,7 +160,7 @@ def test_dispatch_by_query_length(monkeypatch):
     called = []
     for name in ("prefill", "decode"):
         monkeypatch.setattr(
-            f"hf_paged.kernels.attention.backends.paged_attention_{name}",
+            f"hf_paged.attention.triton_backend.paged_attention_{name}",
             lambda *_, _name=name, **__: called.append(_name),
         )
     for rows in ([(1, 4), (1, 9)], [(1, 4), (2, 9)]):

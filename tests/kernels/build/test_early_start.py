@@ -8,8 +8,9 @@ import torch
 
 from hf_paged.kernels._triton import pdl_options, pdl_supported
 from hf_paged.kernels.attention.decode import paged_attention_decode
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
+from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.linear import linear, linear_silu_mul
 from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.layer.silu_mul import silu_mul
@@ -75,10 +76,9 @@ class Chain:
         delta, residual = self.x, None
         for i, (qkv_w, o_w, gate_up_w, down_w) in enumerate(self.weights):
             normed, residual = add_rms_norm(delta, residual, self.norms[2 * i], EPS)
-            query = qk_norm_rope_store(
-                linear(normed, qkv_w), self.head_norm, self.head_norm, EPS, self.cos, self.sin, self.positions,
-                self.meta.slot_mapping, *self.caches[i],
-            )
+            heads = HeadsToCache(self.head_norm, self.head_norm, EPS, self.cos, self.sin, self.positions,
+                                 self.meta.slot_mapping, *self.caches[i])
+            query = qk_norm_rope_store(linear(normed, qkv_w), heads)
             mixed = paged_attention_decode(query, *self.caches[i], self.meta, AttentionOptions(128**-0.5))
             delta = linear(mixed.flatten(1), o_w)
             normed, residual = add_rms_norm(delta, residual, self.norms[2 * i + 1], EPS)

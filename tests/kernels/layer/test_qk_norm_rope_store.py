@@ -8,6 +8,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from hf_paged.kernels.layer import qk_norm_rope_store as module
 from hf_paged.kernels.layer._qk_norm_rope_many import qk_norm_rope_store_many
+from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.qk_norm_rope_store import (
     qk_norm_rope_store,
     qk_norm_rope_store_reference,
@@ -49,6 +50,10 @@ class Case:
         self.caches = caches
         self.k_cache, self.v_cache = caches[0, 1:-1], caches[1, 1:-1]
 
+    def heads_to_cache(self, eps=EPS):
+        return HeadsToCache(self.q_weight, self.k_weight, eps, self.cos, self.sin, self.positions, self.slots,
+                            self.k_cache, self.v_cache)
+
     def heads_of(self):
         """Query, key and value heads ``[T, heads, D]``."""
         q, k = self.heads, self.heads + self.kv_heads
@@ -73,8 +78,7 @@ class Case:
     def run(self, run, eps=EPS):
         """Query and the key as written, ``[T, heads, D]``; everything else in the caches is checked here."""
         expected = self.caches.clone()
-        query = run(self.qkv, self.q_weight, self.k_weight, eps, self.cos, self.sin, self.positions, self.slots,
-                    self.k_cache, self.v_cache)
+        query = run(self.qkv, self.heads_to_cache(eps))
         kept = self.slots >= 0
         slots, value = self.slots[kept], self.heads_of()[2]
         flat = self.k_cache.flatten(0, 1)
@@ -170,8 +174,7 @@ def test_only_many_tokens_take_the_kernel_for_many(monkeypatch):
     case.run(qk_norm_rope_store_triton)
     assert not found
     monkeypatch.setattr(module, "_MANY_TOKENS", 5)
-    assert qk_norm_rope_store_triton(case.qkv, case.q_weight, case.k_weight, EPS, case.cos, case.sin,
-                                     case.positions, case.slots, case.k_cache, case.v_cache) is None
+    assert qk_norm_rope_store_triton(case.qkv, case.heads_to_cache()) is None
     assert len(found) == 1
 
 
@@ -284,10 +287,10 @@ def test_gpu_offsets_past_two_billion_elements():
     qkv = spread.as_strided(case.qkv.shape, (1_100_000_000, 1))
     qkv.copy_(case.qkv)
     slots = torch.tensor([num_blocks * block_size - 1, 0, num_blocks * block_size - 40], device="cuda")
-    tables = (case.q_weight, case.k_weight, EPS, case.cos, case.sin, case.positions)
-    query = qk_norm_rope_store(qkv, *tables, slots, k_cache, v_cache)
+    heads = case.heads_to_cache()
+    query = qk_norm_rope_store(qkv, heads._replace(slot_mapping=slots, k_cache=k_cache, v_cache=v_cache))
     case.slots = torch.arange(3, device="cuda")
-    assert_equal(query, qk_norm_rope_store(case.qkv, *tables, case.slots, case.k_cache, case.v_cache))
+    assert_equal(query, qk_norm_rope_store(case.qkv, case.heads_to_cache()))
     for far, near in ((k_cache, case.k_cache), (v_cache, case.v_cache)):
         assert_equal(far.flatten(0, 1)[slots], near.flatten(0, 1)[:3])
         assert int(far.any(-1).any(-1).sum()) == 3
@@ -295,10 +298,8 @@ def test_gpu_offsets_past_two_billion_elements():
 
 def test_bad_arguments():
     case = Case(6, "cpu", torch.float32, 64, 4, 2)
-    good = {"qkv": case.qkv, "q_weight": case.q_weight, "k_weight": case.k_weight, "eps": EPS, "cos": case.cos,
-            "sin": case.sin, "positions": case.positions, "slot_mapping": case.slots, "k_cache": case.k_cache,
-            "v_cache": case.v_cache}
-    qk_norm_rope_store(**good)
+    heads = case.heads_to_cache()
+    qk_norm_rope_store(case.qkv, heads)
     for name, value, message in [
         ("qkv", case.qkv[:, :-1], "qkv: "),
         ("qkv", case.qkv[:, : 4 * 64], "qkv: "),
@@ -313,9 +314,11 @@ def test_bad_arguments():
         ("cos", case.cos[:, :-2], "cos: "),
         ("sin", case.sin[1:], "sin: "),
         ("positions", case.positions.int(), "positions"),
+        ("positions", None, "positions: .* not None"),
         ("slot_mapping", case.slots[1:], "slot_mapping"),
         ("v_cache", case.v_cache[1:], "v_cache: "),
         ("k_cache", case.k_cache.transpose(1, 2).contiguous().transpose(1, 2), "k_cache: .* contiguous"),
     ]:
+        arguments = (value, heads) if name == "qkv" else (case.qkv, heads._replace(**{name: value}))
         with pytest.raises(ValueError, match=message):
-            qk_norm_rope_store(**good | {name: value})
+            qk_norm_rope_store(*arguments)

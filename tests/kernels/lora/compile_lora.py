@@ -19,6 +19,7 @@ from lora_cases import Case, make_case
 from pretended_gpu import Driver, OnGpu, pretend
 from triton.backends.compiler import GPUTarget
 
+from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.lora.lora_expand import (
     Delta,
     _expand_kernel,
@@ -76,8 +77,8 @@ def run(rows: int, rank: int, dtype: str, adapters: str) -> dict[str, dict[str, 
             norm, cos = torch.empty(HEAD_DIM).to(qkv.x), torch.empty(8, HEAD_DIM).to(qkv.x)
             numbers, cache = torch.zeros(rows, dtype=torch.int64), torch.empty(4, 16, KV_HEADS, HEAD_DIM).to(qkv.x)
             lora_qk_norm_rope_store_triton(qkv.product[:, : (HEADS + 2 * KV_HEADS) * HEAD_DIM],
-                                           Delta(sums, qkv.table, None), norm, norm, 1e-6, cos, cos, numbers, numbers,
-                                           cache, cache)
+                                           Delta(sums, qkv.table, None),
+                                           HeadsToCache(norm, norm, 1e-6, cos, cos, numbers, numbers, cache, cache))
             found["rope"] = asked_for(_lora_qk_norm_rope_store_kernel)
     return found
 

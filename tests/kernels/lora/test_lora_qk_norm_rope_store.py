@@ -6,6 +6,7 @@ import pytest
 import torch
 from lora_cases import make_case
 
+from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store_reference
 from hf_paged.kernels.lora import lora_order
 from hf_paged.kernels.lora import lora_qk_norm_rope_store as module
@@ -48,7 +49,7 @@ class Case:
         results = []
         for each in (run, one_by_one):
             caches = self.caches.clone()
-            results.append((each(self.qkv.clone(), self.delta, *self.args, *caches), caches))
+            results.append((each(self.qkv.clone(), self.delta, HeadsToCache(*self.args, *caches)), caches))
         return results
 
     def check(self, run, tolerance):
@@ -57,8 +58,8 @@ class Case:
         torch.testing.assert_close(caches, wanted_caches, rtol=tolerance, atol=tolerance)
 
 
-def one_by_one(qkv, delta, *args):
-    return qk_norm_rope_store_reference(lora_expand_reference(qkv, *delta), *args)
+def one_by_one(qkv, delta, heads):
+    return qk_norm_rope_store_reference(lora_expand_reference(qkv, *delta), heads)
 
 
 @pytest.mark.interpreted

@@ -10,10 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_cases import random_groups
 
-from hf_paged.kernels.attention import grouped_work
-from hf_paged.kernels.attention.grouped_decode import grouped_config, grouped_kernel_of
-from hf_paged.kernels.attention.grouped_work import MIN_GROUP_SPLIT, FixedPieces, Kernel, choose_groups, plan_groups
-from hf_paged.kernels.attention.metadata import GroupedConfig, PartItem, RowEntry
+from hf_paged.attention import choose_groups as choosing
+from hf_paged.attention import plan_groups as planning
+from hf_paged.attention.choose_groups import FixedPieces, Kernel, choose_groups, group_kernel_of
+from hf_paged.attention.plan_groups import MIN_GROUP_SPLIT, plan_groups
+from hf_paged.attention.spec import AttentionSpec
+from hf_paged.kernels.attention.grouped_decode import grouped_config
+from hf_paged.kernels.attention.types import GroupedConfig, PartItem, RowEntry
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 CONFIG = GroupedConfig(64, 64, 2, 64, 2, 4, 3)
@@ -103,8 +106,8 @@ def check(plan, lengths, size, most_parts):
 @pytest.fixture
 def every_group_pays(monkeypatch):
     """However little it saves of what is read."""
-    monkeypatch.setattr(grouped_work, "MIN_SAVED_SHARE", 0.0)
-    monkeypatch.setattr(grouped_work, "PIECE_COST", 0)
+    monkeypatch.setattr(planning, "MIN_SAVED_SHARE", 0.0)
+    monkeypatch.setattr(choosing, "PIECE_COST", 0)
 
 
 @pytest.mark.usefixtures("every_group_pays")
@@ -241,6 +244,6 @@ def test_tiles_hold_a_row_at_least(itemsize):
 
 def test_a_device_has_its_own_plan():
     """On a CPU one multiprocessor, whose slots two rows fill: nothing is cut."""
-    kernel = grouped_kernel_of(4, 2, 64, torch.float16, torch.device("cpu"))
+    kernel = group_kernel_of(AttentionSpec(4, 2, 64, torch.float16, torch.device("cpu"), 16))
     found = plan_groups(np.array([2100] * 2), np.arange(2), choose_groups(group_of(2, 2048), 2, kernel))
     assert found.items[:, PartItem._fields.index("splits")].max() <= 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels.attention.backends import resolve_backend
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.attention.registry import resolve_backend
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 
 
 def paged_attention(

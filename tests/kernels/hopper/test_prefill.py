@@ -11,12 +11,12 @@ from compiled_code import lines_of
 from paged_cases import expected, make_case, random_rows, run_poisoned, worst_error
 
 import hf_paged
+from hf_paged.attention import hopper_backend, triton_backend
+from hf_paged.attention.registry import BACKENDS, resolve_backend
 from hf_paged.kernels import gluon_support
-from hf_paged.kernels.attention import backends
-from hf_paged.kernels.attention.backends import BACKENDS, resolve_backend
-from hf_paged.kernels.attention.hopper_support import BLOCK_M, packed_heads, takes, why_not_of, why_not_on
-from hf_paged.kernels.attention.metadata import TileQueue
 from hf_paged.kernels.attention.prefill import FULL_TILE, paged_attention_prefill
+from hf_paged.kernels.attention.types import TileQueue
+from hf_paged.kernels.hopper.prefill_support import BLOCK_M, packed_heads, takes, why_not_of, why_not_on
 
 GPU = torch.device("cuda", 0)
 ROWS = [(5, 5), (200, 333), (1, 40)]
@@ -89,9 +89,9 @@ def test_it_does_not_take_what_tma_cannot_load():
 
 def test_the_backend_sends_each_call_to_the_kernel_that_takes_it(monkeypatch):
     calls = []
-    monkeypatch.setattr(backends, "_hopper_kernel", lambda: lambda *args, out: calls.append("hopper"))
+    monkeypatch.setattr(hopper_backend, "_hopper_kernel", lambda: lambda *args, out: calls.append("hopper"))
     for name in ("prefill", "decode"):
-        monkeypatch.setattr(backends, f"paged_attention_{name}", lambda *args, out, name=name: calls.append(name))
+        monkeypatch.setattr(triton_backend, f"paged_attention_{name}", lambda *args, out, name=name: calls.append(name))
     for rows, kernel in ((ROWS, "hopper"), ([(20, 50)], "prefill"), ([(1, 50)], "decode")):
         BACKENDS["hopper"].run(*make_case(rows, seed=0, **CASE)[:5])
         assert calls.pop() == kernel
@@ -101,8 +101,8 @@ def test_the_backend_sends_each_call_to_the_kernel_that_takes_it(monkeypatch):
 
 def test_auto_takes_it_for_the_head_sizes_that_were_timed(hopper):
     calls = []
-    hopper.setattr(backends, "_hopper_kernel", lambda: lambda *args, out: calls.append("hopper"))
-    hopper.setattr(backends, "paged_attention_prefill", lambda *args, out: calls.append("prefill"))
+    hopper.setattr(hopper_backend, "_hopper_kernel", lambda: lambda *args, out: calls.append("hopper"))
+    hopper.setattr(triton_backend, "paged_attention_prefill", lambda *args, out: calls.append("prefill"))
     for head_dim, kernel in ((64, "hopper"), (128, "hopper"), (256, "prefill")):
         case = make_case(ROWS, seed=0, **{**CASE, "head_dim": head_dim})
         resolve_backend("auto", GPU).run(*case[:5])
@@ -134,7 +134,7 @@ def here(reason=None):
 
 
 def close(case):
-    from hf_paged.kernels.attention.hopper_prefill import paged_attention_hopper
+    from hf_paged.kernels.hopper.prefill import paged_attention_hopper
 
     right = expected(case)
     out = run_poisoned(paged_attention_hopper, case)
@@ -200,7 +200,7 @@ def test_gpu_rows_that_see_nothing_give_zeros():
 @here()
 @pytest.mark.gpu
 def test_gpu_a_graph_serves_other_rows_and_a_pool_that_has_grown():
-    from hf_paged.kernels.attention.hopper_prefill import paged_attention_hopper
+    from hf_paged.kernels.hopper.prefill import paged_attention_hopper
 
     cases = [make_case(rows, seed=i, device="cuda", **CASE)
              for i, rows in enumerate(([(400, 400)], [(100, 1000), (200, 300), (100, 100)]))]

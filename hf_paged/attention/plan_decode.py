@@ -7,14 +7,10 @@ CUDA graph reads another plan at every replay. Planning on the host as in FlashI
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from hf_paged.kernels.attention.metadata import ITEM_FIELDS, DecodeWork, PagedMetadata, WorkItem
+from hf_paged.kernels.attention.decode import MAX_SPLITS, MIN_SPLIT
+from hf_paged.kernels.attention.types import ITEM_FIELDS, WorkItem
 
-# A row is never cut further: its splits are joined by one program.
-MAX_SPLITS = 64
-# A shorter split costs more in its start and its part of the joining than it gains.
-MIN_SPLIT = 64
 # Joining splits takes as long as shortening the longest by so many positions saves where as many rows as there are CTA
 # slots are as long; fewer leave more of the memory's speed to each (docs/notebook.md, "Sixteen and 32 rows").
 JOINING = 420
@@ -71,15 +67,3 @@ def plan_items(seq_lens: np.ndarray, slots: np.ndarray, cta_slots: int) -> np.nd
     for column, values in enumerate(used):
         items[: len(row), column] = values
     return items
-
-
-def even_work(meta: PagedMetadata, num_kv_heads: int, splits: int) -> DecodeWork:
-    """Every row cut alike, for callers without a plan; made on the device, without waiting for it."""
-    device = meta.seq_lens.device
-    num_rows = meta.seq_lens.numel()
-    row = torch.arange(num_rows, device=device, dtype=torch.int32).repeat_interleave(splits)
-    split = torch.arange(splits, device=device, dtype=torch.int32).repeat(num_rows)
-    length, slot = meta.seq_lens.repeat_interleave(splits), meta.slots.repeat_interleave(splits)
-    columns = WorkItem(row=row, split=split, num_splits=torch.full_like(row, splits), length=length, slot=slot)
-    arrivals = torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device)
-    return DecodeWork(torch.stack(columns, dim=1), arrivals)

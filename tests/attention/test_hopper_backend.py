@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged.kernels.attention import backends
-from hf_paged.kernels.attention.backends import BACKENDS, HopperBackend
-from hf_paged.kernels.attention.metadata import TileQueue
-from hf_paged.kernels.attention.tile_shares import imbalance
+from hf_paged.attention import hopper_backend
+from hf_paged.attention.hopper_backend import HopperBackend, imbalance
+from hf_paged.attention.registry import BACKENDS
+from hf_paged.attention.spec import AttentionSpec
+from hf_paged.kernels.attention.types import TileQueue
 from hf_paged.models import KVSpec
 from hf_paged.runner.attention_inputs import AttentionInputs
 
@@ -20,7 +21,7 @@ UNEVEN = [(256, 2112), *[(2112, 2112)] * 3, (1600, 1600)]
 
 
 def shares(lengths, tokens, bundles, programs):
-    """What each program gets, and the longest item, as `hopper_prefill._place` finds rows, item by item."""
+    """What each program gets, and the longest item, as `kernels/hopper/prefill.py` finds rows, item by item."""
     starts = np.cumsum([0, *(new for new, _ in lengths)])
     load, longest = [0.0] * programs, 0.0
     for item in range((starts[-1] // tokens + len(lengths)) * bundles):
@@ -49,19 +50,19 @@ def test_it_counts_what_each_program_gets(lengths, tokens, bundles, programs):
     ([(576, 576)] * 28, False), ([(8192, 38192)], False), ([(500, 500)], False), ([(63, 9000), (20, 20)], False),
 ], ids=str)
 def test_a_queue_is_asked_for_where_shares_are_uneven(monkeypatch, rows, wanted):
-    monkeypatch.setattr(backends, "num_multiprocessors", lambda device: 132)
-    device, heads = torch.device("cpu"), (16, 8, 128)
+    monkeypatch.setattr(hopper_backend, "num_multiprocessors", lambda device: 132)
+    spec = AttentionSpec(16, 8, 128, torch.bfloat16, torch.device("cpu"), 16)
     num_new, seq_lens = np.array(rows).T
-    assert BACKENDS["hopper"].wants_queue(num_new, seq_lens, *heads, torch.bfloat16, device) is wanted
+    assert BACKENDS["hopper"].wants_queue(num_new, seq_lens, spec) is wanted
     for name in ("torch", "triton", "flash_attn"):
-        assert not BACKENDS[name].wants_queue(num_new, seq_lens, *heads, torch.bfloat16, device)
-    assert not BACKENDS["hopper"].wants_queue(num_new, seq_lens, *heads, torch.float32, device)
-    assert not HopperBackend(measured_only=True).wants_queue(num_new, seq_lens, 16, 8, 256, torch.bfloat16, device)
+        assert not BACKENDS[name].wants_queue(num_new, seq_lens, spec)
+    assert not BACKENDS["hopper"].wants_queue(num_new, seq_lens, spec._replace(dtype=torch.float32))
+    assert not HopperBackend(measured_only=True).wants_queue(num_new, seq_lens, spec._replace(head_dim=256))
 
 
 def test_an_eager_step_brings_its_prompts_the_queue_that_they_want(monkeypatch):
     """Each step has counters of its own: two may be on their way. Decode rows beside them have none."""
-    monkeypatch.setattr(backends, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper_backend, "num_multiprocessors", lambda device: 132)
     spec = KVSpec(2, 16, 8, 128, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
     state = SimpleNamespace(block_table=torch.zeros(8, 4, dtype=torch.int32), block_size=16)
     attention = AttentionInputs(BACKENDS["hopper"], spec, state, 4096)

@@ -25,11 +25,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hf_paged.device.cuda import num_multiprocessors
 from hf_paged.kernels._gluon import barrier, load_box, reinterpret
-from hf_paged.kernels._triton import on_device_of, triton
-from hf_paged.kernels.attention._tile import LOG2_E
-from hf_paged.kernels.attention.hopper_support import BLOCK_M, POSITIONS, packed_heads
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, TileQueue, positively_scaled
+from hf_paged.kernels._triton import next_power_of_2, on_device_of
+from hf_paged.kernels.attention._launch import score_numbers
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, TileQueue, positively_scaled
 from hf_paged.kernels.build.compiling import noted
+from hf_paged.kernels.hopper.prefill_support import BLOCK_M, POSITIONS, packed_heads
 
 _BLOCK_M = gl.constexpr(BLOCK_M)
 _LANES = gl.constexpr(64)  # of a column of shared memory, the widest that TMA swizzles
@@ -56,7 +56,7 @@ class HopperShape:
 
     @property
     def head_pad(self) -> int:
-        return max(_LANES.value, triton.next_power_of_2(self.head_dim))
+        return max(_LANES.value, next_power_of_2(self.head_dim))
 
     @property
     def chunks(self) -> int:
@@ -593,7 +593,7 @@ def paged_attention_hopper(
     out: torch.Tensor | None = None,
     config: HopperConfig | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.kernels.attention.paged_attention.paged_attention` for what `hopper_support.takes`, one launch.
+    """:func:`~hf_paged.attention.paged_attention.paged_attention` for what `prefill_support.takes`, one launch.
 
     Args:
         out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
@@ -606,7 +606,7 @@ def paged_attention_hopper(
     if num_tokens == 0:
         return out
     q, options = positively_scaled(q, options)
-    config = config or _CONFIGS[max(64, triton.next_power_of_2(head_dim))]
+    config = config or _CONFIGS[max(64, next_power_of_2(head_dim))]
     queue = meta.work.counters if isinstance(meta.work, TileQueue) else None
     shape = HopperShape(
         query_heads=num_heads, kv_heads=num_kv_heads, packed=packed_heads(num_heads // num_kv_heads),
@@ -625,7 +625,7 @@ def paged_attention_hopper(
     with on_device_of(q):
         _hopper_prefill_kernel[(shape.programs,)](
             queries, keys, values, out, meta.query_start, meta.seq_lens, meta.block_table, meta.slots, queue,
-            options.sinks, num_rows, num_items, meta.block_table.stride(0), options.window or 0, options.scale * LOG2_E,
-            (options.softcap or 0.0) * LOG2_E, shape, num_warps=4, maxnreg=168,
+            options.sinks, num_rows, num_items, *score_numbers(meta, options), shape, num_warps=4,
+            maxnreg=168,
         )
     return out

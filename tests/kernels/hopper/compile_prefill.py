@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from hf_paged.kernels.attention.hopper_prefill import HopperShape, _hopper_prefill_kernel
+from hf_paged.kernels.hopper.prefill import HopperShape, _hopper_prefill_kernel
 
 DEFAULTS = {"query_heads": 32, "kv_heads": 8, "packed": 4, "block_size": 16, "programs": 132, "has_window": False,
             "has_softcap": False, "has_sinks": False, "has_queue": True}

@@ -1,4 +1,4 @@
-"""The flash_attn backend: argument mapping against stand-ins for the three packages, selection, and real packages."""
+"""The flash_attn backend: argument mapping against stand-ins for the packages, selection, and real packages."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ import torch
 from paged_cases import Case, expected, make_case, worst_error
 
 import hf_paged
-from hf_paged.kernels.attention import flash_backend as fb
-from hf_paged.kernels.attention.backends import BACKENDS, resolve_backend
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
-from hf_paged.kernels.attention.paged_attention import paged_attention
+from hf_paged.attention import flash_attn_backend as fb
+from hf_paged.attention.paged_attention import paged_attention
+from hf_paged.attention.registry import BACKENDS, resolve_backend
+from hf_paged.attention.spec import AttentionSpec
 from hf_paged.kernels.attention.reference import paged_attention_reference
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 
 CPU = torch.device("cpu")
-FLASH_3, FLASH_4, FLASH_2 = fb.PACKAGES
-BLOCK_SIZE = {FLASH_2.name: 256, FLASH_3.name: 16, FLASH_4.name: 32}
+SPEC = AttentionSpec(16, 8, 128, torch.bfloat16, CPU, 16)
+FLASH_3, FLASH_2 = fb.PACKAGES
+BLOCK_SIZE = {FLASH_2.name: 256, FLASH_3.name: 16}
 
 
 def attend(q, k_cache, v_cache, starts, lengths, page_table, scale, causal, window, softcap):
-    """What the packages compute, from their arguments alone; a window of None or -1 is open on that side."""
+    """What the packages compute, from their arguments alone; a window of -1 is open on that side."""
     assert scale > 0, "they multiply masked scores by it"
     assert causal and all(x.dtype == torch.int32 for x in (starts, lengths, page_table))
     assert page_table.shape[0] == len(lengths) and page_table.is_contiguous()
     left, right = window
-    assert right in (None, -1, 0) and (right == 0) == (left not in (None, -1))
+    assert right in (-1, 0) and (right == 0) == (left != -1)
     meta = PagedMetadata(starts, lengths, page_table, torch.arange(len(lengths)), None, 0, 0)
-    options = AttentionOptions(scale, window=None if left in (None, -1) else left + 1, softcap=softcap or None)
+    options = AttentionOptions(scale, window=None if left == -1 else left + 1, softcap=softcap or None)
     return paged_attention_reference(q, k_cache, v_cache, meta, options)
 
 
@@ -55,22 +57,12 @@ def fake_3(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary
                   softcap)
 
 
-def fake_4(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-           min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None,
-           softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1,
-           pack_gqa=None, return_lse=False):
-    assert qv is None and cu_seqlens_k is None and seqused_q is None
-    assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k >= seqused_k.max()
-    out = attend(q, k, v, cu_seqlens_q, seqused_k, page_table, softmax_scale, causal, window_size, softcap)
-    return out, None
-
-
-FAKES = {FLASH_2.name: fake_2, FLASH_3.name: fake_3, FLASH_4.name: fake_4}
+FAKES = {FLASH_2.name: fake_2, FLASH_3.name: fake_3}
 
 
 def forget():
     """Selection is remembered for the life of a process; a test changes what is installed."""
-    for cached in (fb.load, fb.choose, fb.is_preferred):
+    for cached in (fb.load, fb.choose):
         cached.cache_clear()
 
 
@@ -83,7 +75,7 @@ def machine(monkeypatch):
         def __init__(self) -> None:
             self.calls = calls
             self.capability(9)
-            for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
+            for name in ("flash_attn", "flash_attn_interface"):
                 monkeypatch.setitem(sys.modules, name, None)
 
         def capability(self, major: int | None) -> None:
@@ -100,18 +92,9 @@ def machine(monkeypatch):
                 return function(*args, **kwargs)
 
             recording.__wrapped__ = function  # inspect.signature looks through
-            parts = adapter.module.split(".")
-            for i in range(len(parts)):
-                name = ".".join(parts[: i + 1])
-                if sys.modules.get(name) is None:
-                    module = ModuleType(name)
-                    module.__path__ = []
-                    monkeypatch.setitem(sys.modules, name, module)
-            setattr(sys.modules[adapter.module], adapter.function, recording)
-            forget()
-
-        def measured(self, *entries: tuple[str, int]) -> None:
-            monkeypatch.setattr(fb, "MEASURED_FASTER", dict.fromkeys(entries, "a run"))
+            module = ModuleType(adapter.module)
+            setattr(module, adapter.function, recording)
+            monkeypatch.setitem(sys.modules, adapter.module, module)
             forget()
 
     yield Machine()
@@ -186,29 +169,28 @@ def test_a_window_that_reaches_everything_is_none(machine):
 
     def spy(*args, **kwargs):
         seen.update(kwargs)
-        return fake_4(*args, **kwargs)
+        return fake_3(*args, **kwargs)
 
-    spy.__wrapped__ = fake_4
-    machine.install(FLASH_4, function=spy)
-    case = half_case(block_size=32)
+    spy.__wrapped__ = fake_3
+    machine.install(FLASH_3, function=spy)
+    case = half_case()
     longest = case.meta.max_seq_len
-    for window, passed in ((longest, (None, None)), (longest - 1, (longest - 2, 0))):
+    for window, passed in ((longest, (-1, -1)), (longest - 1, (longest - 2, 0))):
         options = replace(case.options, window=window)
         paged_attention(*case[:4], options, backend="flash_attn")
         assert seen["window_size"] == passed
 
 
 @pytest.mark.parametrize(("head_dim", "page"), [(32, 64), (256, 32)])
-@pytest.mark.parametrize("adapter", [FLASH_3, FLASH_4], ids=lambda a: a.name)
-def test_large_blocks_are_cut_into_pages_that_are_gathered(machine, adapter, head_dim, page):
+def test_large_blocks_are_cut_into_pages_that_are_gathered(machine, head_dim, page):
     pages = []
 
     def spy(q, k, v, *args, **kwargs):
         pages.append((k.shape[1], v.shape[1]))
-        return FAKES[adapter.name](q, k, v, *args, **kwargs)
+        return fake_3(q, k, v, *args, **kwargs)
 
-    spy.__wrapped__ = FAKES[adapter.name]
-    machine.install(adapter, function=spy)
+    spy.__wrapped__ = fake_3
+    machine.install(FLASH_3, function=spy)
     for block_size in (16, page, 2 * page, 256):
         case = half_case(block_size=block_size, head_dim=head_dim)
         assert worst_error(paged_attention(*case[:5], backend="flash_attn"), expected(case)) < 4e-3
@@ -219,12 +201,12 @@ def test_large_blocks_are_cut_into_pages_that_are_gathered(machine, adapter, hea
 @pytest.mark.parametrize(
     ("change", "rows"),
     [
-        ({"head_dim": 24}, ((5, 5), (4, 40))),
+        ({"head_dim": 20}, ((5, 5), (4, 40))),
         ({}, ((1, 5), (1, 40))),  # decode
     ],
 )
 def test_what_the_package_does_not_take_goes_to_triton(machine, change, rows):
-    machine.install(FLASH_4)
+    machine.install(FLASH_3)
     case = half_case(rows, **{"block_size": 16, **change})
     out = paged_attention(*case[:5], backend="flash_attn")
     assert machine.calls == []
@@ -233,7 +215,7 @@ def test_what_the_package_does_not_take_goes_to_triton(machine, change, rows):
 
 @pytest.mark.interpreted
 def test_fp32_goes_to_triton(machine):
-    machine.install(FLASH_2, FLASH_3, FLASH_4)
+    machine.install(FLASH_2, FLASH_3)
     case = make_case([(5, 9)], seed=0, block_size=256)
     assert worst_error(paged_attention(*case[:5], backend="flash_attn"), expected(case)) < 5e-6
     assert machine.calls == []
@@ -257,17 +239,11 @@ def shape(dtype=torch.bfloat16, head_dim=128, block_size=16, has_window=False):
         (FLASH_3, 9, shape(head_dim=264), "up to 256.*not 264"),
         (FLASH_3, 9, shape(block_size=256), None),
         (FLASH_3, 10, shape(), "compute capability 10"),
-        (FLASH_4, 9, shape(), None),
-        (FLASH_4, 9, shape(head_dim=72), "multiple of 16"),
-        (FLASH_4, 9, shape(head_dim=192), None),
-        (FLASH_4, 10, shape(head_dim=192), "up to 128, or 256"),
-        (FLASH_4, 10, shape(head_dim=256), None),
-        (FLASH_4, 8, shape(), "compute capability 8"),
-        (FLASH_4, None, shape(), "needs an NVIDIA GPU"),
+        (FLASH_3, None, shape(), "needs an NVIDIA GPU"),
     ],
 )
 def test_reasons(machine, adapter, major, asked, reason):
-    machine.install(FLASH_2, FLASH_3, FLASH_4)
+    machine.install(FLASH_2, FLASH_3)
     machine.capability(major)
     why = fb.why_not(adapter, CPU, asked)
     if reason is None:
@@ -280,8 +256,8 @@ def test_reasons(machine, adapter, major, asked, reason):
 
 def test_packages_that_are_missing_broken_or_old(machine, monkeypatch):
     assert "no module" in fb.load(FLASH_3)[1]
-    machine.install(FLASH_4)  # makes `flash_attn` importable, without functions
-    assert fb.load(FLASH_4)[1] is None
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    forget()
     assert "flash_attn has no flash_attn_varlen_func" in fb.load(FLASH_2)[1]
     machine.install(FLASH_2, function=lambda q, k, v, cu_seqlens_q: q)
     assert "too old" in fb.load(FLASH_2)[1] and "softcap, block_table" in fb.load(FLASH_2)[1]
@@ -295,49 +271,31 @@ def test_packages_that_are_missing_broken_or_old(machine, monkeypatch):
 
 
 def test_order(machine):
-    machine.install(FLASH_2, FLASH_3, FLASH_4)
-    for major, block_size, name in ((9, 16, FLASH_3.name), (10, 256, FLASH_4.name), (8, 256, FLASH_2.name)):
+    machine.install(FLASH_2, FLASH_3)
+    for major, block_size, name in ((9, 16, FLASH_3.name), (9, 256, FLASH_3.name), (8, 256, FLASH_2.name)):
         machine.capability(major)
-        assert fb.choose(CPU, shape(block_size=block_size), False).name == name
+        assert fb.choose(CPU, shape(block_size=block_size)).name == name
     machine.capability(8)
-    assert fb.choose(CPU, shape(), False) is None
+    assert fb.choose(CPU, shape()) is None
 
 
-def test_auto_takes_only_what_was_measured(machine):
-    gpu = torch.device("cuda", 0)
-    machine.install(FLASH_3, FLASH_4)
-    machine.measured()
-    assert resolve_backend("auto", gpu).name == "triton"
-    machine.measured((FLASH_4.name, 10))
-    assert resolve_backend("auto", gpu).name == "triton"
-    machine.measured((FLASH_4.name, 9))
-    automatic = resolve_backend("auto", gpu)
-    assert automatic.name == "flash_attn"
-    assert resolve_backend("auto", CPU).name == "torch"
-
-    case = half_case()
-    automatic.run(*case[:5])
-    paged_attention(*case[:5], backend="flash_attn")
-    assert machine.calls == [FLASH_4.name, FLASH_3.name]
-
-
-def test_auto_does_not_import_what_was_not_measured(machine):
-    machine.measured((FLASH_3.name, 9))
+def test_auto_takes_and_imports_no_package(machine):
+    machine.install(FLASH_3)
     assert resolve_backend("auto", torch.device("cuda", 0)).name == "triton"
-    assert fb.load.cache_info().currsize == 1
+    assert fb.load.cache_info().currsize == 0
 
 
 def test_nothing_usable_is_an_error_at_construction(trained_model):
-    with pytest.raises(ValueError, match=r"attention_backend='flash_attn'.*flash-attn 3: .*flash-attn 4: .*2: needs"):
+    with pytest.raises(ValueError, match=r"attention_backend='flash_attn'.*flash-attn 3: .*2: needs"):
         hf_paged.PagedGenerator(trained_model, attention_backend="flash_attn", num_blocks=8)
     assert hf_paged.PagedConfig(attention_backend="flash_attn").attention_backend == "flash_attn"
 
 
 def test_missing_names_every_package(machine):
-    assert fb.missing(CPU, torch.bfloat16, 128, 16).count("not installed") == 3
+    assert fb.missing(SPEC).count("not installed") == 2
     machine.install(FLASH_2)
-    assert "flash-attn 2: takes a block_size" in fb.missing(CPU, torch.bfloat16, 128, 16)
-    assert fb.missing(CPU, torch.bfloat16, 128, 256) is None
+    assert "flash-attn 2: takes a block_size" in fb.missing(SPEC)
+    assert fb.missing(SPEC._replace(block_size=256)) is None
 
 
 def gpu_adapter(adapter: fb.FlashPackage) -> fb.FlashPackage:

@@ -9,13 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_cases import random_groups
-from test_grouped_work import CONFIG, cut, group_of
+from test_plan_groups import CONFIG, cut, group_of
 
-from hf_paged.kernels.attention import backends, grouped_prefill, prompt_work
-from hf_paged.kernels.attention.backends import HopperBackend, TritonBackend
-from hf_paged.kernels.attention.grouped_work import Kernel
-from hf_paged.kernels.attention.metadata import PartItem, PromptWork, RowEntry
-from hf_paged.kernels.attention.prompt_work import (
+from hf_paged.attention import hopper_backend, triton_backend
+from hf_paged.attention import plan_prompts as module
+from hf_paged.attention.choose_groups import Kernel
+from hf_paged.attention.hopper_backend import HopperBackend
+from hf_paged.attention.plan_prompts import (
     PromptKernel,
     Prompts,
     RowPrograms,
@@ -24,6 +24,9 @@ from hf_paged.kernels.attention.prompt_work import (
     padded,
     plan_prompts,
 )
+from hf_paged.attention.spec import AttentionSpec
+from hf_paged.attention.triton_backend import TritonBackend
+from hf_paged.kernels.attention.types import PartItem, PromptWork, RowEntry
 
 EVERY = [HealthCheck.function_scoped_fixture]
 
@@ -31,7 +34,7 @@ EVERY = [HealthCheck.function_scoped_fixture]
 @pytest.fixture
 def every_group_pays(monkeypatch):
     for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0), ("MOST_ELSEWHERE", 9.0)):
-        monkeypatch.setattr(prompt_work, name, value)
+        monkeypatch.setattr(module, name, value)
 
 
 def prompts_of(start, num_new):
@@ -133,7 +136,7 @@ def test_what_was_not_measured_has_to_save_more(monkeypatch):
     groups, prompts = group_of(256, 2048), prompts_of([2048] * 256, [8] * 256)
     kernel = PromptKernel(Kernel(CONFIG, 32, 49, 1), SIXTEEN, SIXTEEN, is_measured=False)
     assert plan_prompts(groups, prompts, kernel) is not None
-    monkeypatch.setattr(prompt_work, "MOST_ELSEWHERE", 0.4)
+    monkeypatch.setattr(module, "MOST_ELSEWHERE", 0.4)
     assert plan_prompts(groups, prompts, kernel) is None
     assert plan_prompts(groups, prompts, kernel._replace(is_measured=True)) is not None
 
@@ -148,15 +151,15 @@ def test_rows_beside_a_group_are_left_alone():
 @pytest.fixture
 def h200(monkeypatch):
     """What the planner is told of an H200."""
-    monkeypatch.setattr(grouped_prefill, "num_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(grouped_prefill, "shared_memory", lambda device: 227 << 10)
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "shared_memory", lambda device: 227 << 10)
 
 
 def planned_by(backend, rows, shared, new, longest=None):
     """Rows of a model with 16 query heads and 8 KV heads of 128; `longest`: bound of a captured step."""
     prompts = prompts_of([shared] * rows, [new] * rows)._replace(max_query_len=longest or new)
-    sizes = (16, 8, 128, torch.bfloat16, torch.device("cpu"))
-    return backend.plan_prompts(group_of(rows, shared), prompts, *sizes, share_of_layers=1.0)
+    spec = AttentionSpec(16, 8, 128, torch.bfloat16, torch.device("cpu"), 16)
+    return backend.plan_prompts(group_of(rows, shared), prompts, spec, share_of_layers=1.0)
 
 
 # Of steps timed on an H200: rows, shared, new; is an eager step faster packed, is a captured one?
@@ -188,8 +191,8 @@ def test_the_kernel_for_hopper_leaves_less_to_gain_in_the_steps_that_it_takes():
 def test_what_prompts_share_never_reaches_the_kernel_for_hopper(monkeypatch):
     """It would read it again for every row."""
     for name in ("takes", "_hopper_kernel"):
-        monkeypatch.setattr(backends, name, lambda *_: pytest.fail("asked"))
-    monkeypatch.setattr(backends, "paged_attention_grouped_prefill", lambda *_, out: out)
+        monkeypatch.setattr(hopper_backend, name, lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(triton_backend, "paged_attention_grouped_prefill", lambda *_, out: out)
     meta = SimpleNamespace(max_query_len=200, work=PromptWork(None, None))
     out = q = torch.zeros(4, 2, 128, dtype=torch.bfloat16)
     assert HopperBackend().run(q, q, q, meta, None, out) is out

@@ -11,10 +11,11 @@ import pytest
 import torch
 from paged_cases import expected, make_case, random_rows, sdpa, worst_error
 
+from hf_paged.attention.paged_attention import paged_attention
+from hf_paged.attention.registry import BACKENDS, resolve_backend
+from hf_paged.attention.spec import AttentionSpec
 from hf_paged.config import ATTENTION_BACKENDS
-from hf_paged.kernels.attention.backends import BACKENDS, resolve_backend
-from hf_paged.kernels.attention.metadata import AttentionOptions
-from hf_paged.kernels.attention.paged_attention import paged_attention
+from hf_paged.kernels.attention.types import AttentionOptions
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -89,13 +90,13 @@ def test_backends_by_name():
     assert resolve_backend("auto", torch.device("cpu")).name == "torch"
     assert resolve_backend("auto", torch.device("cuda", 1)).name == "triton"
     assert resolve_backend("triton", torch.device("cpu")).name == "triton"
-    with pytest.raises(ValueError, match=r"'flashy'.*auto, .*torch, triton"):
+    with pytest.raises(ValueError, match=r"'flashy'.*auto, triton, .*torch"):
         resolve_backend("flashy", torch.device("cpu"))
 
 
 def test_a_backend_that_waits_for_the_device_plans_nothing():
     """Only such a one may read lengths on the host, and no CUDA graph holds it."""
-    arguments = np.array([300, 5]), np.array([0, 1]), 2, 32, torch.float32, torch.device("cpu")
+    arguments = np.array([300, 5]), np.array([0, 1]), AttentionSpec(4, 2, 32, torch.float32, torch.device("cpu"), 16)
     for backend in BACKENDS.values():
         assert (backend.plan(*arguments) is None) == backend.waits == (backend.name == "torch")
 
@@ -103,7 +104,7 @@ def test_a_backend_that_waits_for_the_device_plans_nothing():
 def test_a_result_lands_where_it_is_wanted(monkeypatch):
     """Also that of a package, which makes a tensor of its own."""
     case = make_case([(2, 3)], seed=0)
-    monkeypatch.setattr("hf_paged.kernels.attention.flash_backend.flash_prefill", lambda q, *_, **__: q * 2)
+    monkeypatch.setattr("hf_paged.attention.flash_attn_backend.flash_prefill", lambda q, *_, **__: q * 2)
     for name, right in (("torch", expected(case)), ("flash_attn", case.q * 2)):
         out = torch.empty(case.q.shape)
         assert paged_attention(*case[:5], backend=name, out=out) is out
@@ -113,8 +114,8 @@ def test_a_result_lands_where_it_is_wanted(monkeypatch):
 def test_flash_leaves_sinks_to_triton(monkeypatch):
     """No package here carries them: it must not be asked."""
     called = []
-    monkeypatch.setattr("hf_paged.kernels.attention.flash_backend.flash_prefill", lambda *args, **kwargs: 1 / 0)
-    monkeypatch.setattr("hf_paged.kernels.attention.backends.paged_attention_prefill",
+    monkeypatch.setattr("hf_paged.attention.flash_attn_backend.flash_prefill", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("hf_paged.attention.triton_backend.paged_attention_prefill",
                         lambda q, k_cache, v_cache, meta, options, out: called.append(options) or q)
     case = make_case([(3, 5)], seed=0, sinks=True)
     paged_attention(*case[:5], backend="flash_attn")
@@ -147,10 +148,11 @@ def test_bad_arguments():
 
 def test_kernels_import_and_run_without_triton():
     code = (
-        f"import sys; sys.modules['triton'] = None; sys.path.append({str(Path(__file__).parent)!r})\n"
+        f"import sys; sys.modules['triton'] = None; sys.path.append({str(Path(__file__).parents[1])!r})\n"
         "import torch, paged_cases as c\n"
-        "from hf_paged.kernels import store_kv, weights_checksum\n"
-        "from hf_paged.kernels.attention.paged_attention import paged_attention\n"
+        "from hf_paged.kernels import weights_checksum\n"
+        "from hf_paged.kernels.layer import store_kv\n"
+        "from hf_paged.attention.paged_attention import paged_attention\n"
         "case = c.make_case([(1, 9), (4, 5)], seed=0)\n"
         "assert c.worst_error(paged_attention(*case[:5]), c.expected(case)) < 1e-5\n"
         "try: paged_attention(*case[:5], backend='triton')\n"

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from hf_paged.kernels import gluon_support
-from hf_paged.kernels.attention.metadata import PagedMetadata
+from hf_paged.kernels.attention.types import PagedMetadata
 
 # Largest head size at which it was timed (benchmarks/prefill_tuning.py). It is right up to 256.
 MEASURED_HEAD_DIM = 128

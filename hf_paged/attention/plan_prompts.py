@@ -1,8 +1,8 @@
 """How prompts that share prefixes are cut into parts: which groups pay, and where to cut what they share.
 
 A row's new tokens all see what lies ahead of the first of them, so a tile of queries may be of several rows there. What
-is shared is planned as for decode steps (`grouped_work`), with tokens in place of rows; each row's own positions are
-left to the kernel that reads row by row, which goes on from the partial results and does not cut them.
+is shared is planned as for decode steps (`choose_groups`, `plan_groups`), with tokens in place of rows; each row's own
+positions are left to the kernel that reads row by row, which goes on from the partial results and does not cut them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_paged.kernels.attention.grouped_work import (
-    GroupChoice,
-    Kernel,
-    choice_of,
-    forest_of,
-    group_items,
-    number_pieces,
-    row_entries,
-    worth_it,
-)
-from hf_paged.kernels.attention.metadata import PART_FIELDS
+from hf_paged.attention.choose_groups import GroupChoice, Kernel, choice_of, forest_of, worth_it
+from hf_paged.attention.plan_groups import group_items, number_pieces, row_entries
+from hf_paged.attention.spec import AttentionSpec
+from hf_paged.device.cuda import num_multiprocessors, shared_memory
+from hf_paged.kernels.attention._tile import padded_head_dim
+from hf_paged.kernels.attention.grouped_decode import grouped_config
+from hf_paged.kernels.attention.grouped_prefill import MIN_SPLIT
+from hf_paged.kernels.attention.prefill import DEEP_SHARED_MEMORY, prefill_config
+from hf_paged.kernels.attention.types import PART_FIELDS
+from hf_paged.kernels.hopper.prefill_support import packed_heads, tile_tokens
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 # Times are in positions that a tile of a group's queries reads on a full machine, measured on an H200 for heads of 256
@@ -35,10 +34,15 @@ LAUNCH = 125.0
 MOST = 0.85
 # The same for kernels, head sizes and GPUs that were not measured.
 MOST_ELSEWHERE = 0.6
-# A split of less costs more in its partial results than it gains.
-MIN_SPLIT = 128
 # Of the longest group, the fewest and the most splits that are tried.
 SPLITS = 1, 32
+# By query lines of a program that reads row by row: how many of them a multiprocessor holds, what a position costs
+# there, in positions of a group's tile, and how much of that where it holds one. Measured on an H200.
+_ROW_PROGRAMS = {16: (6, 1.6, 0.45), 32: (5, 2.0, 0.75), 64: (3, 0.9, 0.5), 128: (2, 1.06, 0.7)}
+# With the tiles of long sequences, which have four times as many positions.
+_LONG_ROW_PROGRAMS = {16: (1, 0.3, 1.0), 32: (1, 0.33, 1.0), 64: (1, 0.4, 1.0), 128: (1, 0.44, 1.0)}
+# A position of a full tile of the kernel for Hopper, at the most that it was measured to make (700 TFLOP/s).
+_HOPPER_COST = 0.31
 
 
 class Prompts(NamedTuple):
@@ -67,6 +71,33 @@ class PromptKernel(NamedTuple):
     rows: RowPrograms  # where nothing is shared
     own: RowPrograms  # of what rows have behind it
     is_measured: bool = True
+
+
+def prompt_kernel_of(spec: AttentionSpec, max_query_len: int, max_seq_len: int) -> PromptKernel:
+    """What the kernels for prompts that share prefixes are on the device, and what reads row by row there."""
+    head_dim_pad, itemsize, memory = padded_head_dim(spec.head_dim), spec.dtype.itemsize, shared_memory(spec.device)
+    config = grouped_config(head_dim_pad, itemsize, spec.group, memory)
+    rows = prefill_config(head_dim_pad, itemsize, spec.group, max_query_len, max_seq_len, memory)
+    by_lines = _LONG_ROW_PROGRAMS if rows.block_n > 64 else _ROW_PROGRAMS
+    programs, cost, lone = by_lines[min(rows.block_m, 128)]
+    if itemsize == 4:  # products on the plain cores take as long as they have lines
+        cost = rows.block_m / config.block_m
+    multiprocessors = num_multiprocessors(spec.device)
+
+    def slots(programs_per_sm: int) -> int:
+        return max(1, programs_per_sm * multiprocessors // spec.num_kv_heads)
+
+    shared = Kernel(config, config.block_m // spec.group, slots(config.programs_per_sm), 1)
+    is_measured = head_dim_pad == 128 and itemsize == 2 and memory >= DEEP_SHARED_MEMORY
+    row_programs = RowPrograms(rows.block_m // spec.group, slots(programs), cost, lone)
+    return PromptKernel(shared, row_programs, row_programs, is_measured)
+
+
+def hopper_rows(spec: AttentionSpec) -> RowPrograms:
+    """The programs of `kernels/hopper/prefill.py`, one on each multiprocessor."""
+    slots = max(1, num_multiprocessors(spec.device) // spec.num_kv_heads)
+    cost = _HOPPER_COST * (spec.group // packed_heads(spec.group))
+    return RowPrograms(tile_tokens(spec.group), slots, cost, 1.0)
 
 
 class PromptPlan(NamedTuple):

@@ -1,4 +1,4 @@
-"""Prefill attention by an installed FlashAttention package: an adapter for each of versions 2, 3 and 4.
+"""The backend of installed FlashAttention packages for prompts: an adapter for each of versions 2 and 3.
 
 A package is imported when its adapter is first considered, never with this module. What a package cannot carry
 exactly is refused before the call, with a reason; then another package is taken, or Triton. Nothing waits for the
@@ -16,10 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_paged.attention.plan_prompts import Prompts
+from hf_paged.attention.spec import AttentionSpec
+from hf_paged.attention.triton_backend import TritonBackend
 from hf_paged.device.cuda import compute_capability
 from hf_paged.kernels._triton import on_device_of
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata, positively_scaled
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, positively_scaled
 from hf_paged.optional import install
+from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 
 class AttentionShape(NamedTuple):
@@ -32,7 +36,7 @@ class AttentionShape(NamedTuple):
 
 
 class FlashCall(NamedTuple):
-    """One call in the words that the three packages share. ``page_table`` [R, pages] int32: a line a row."""
+    """One call in the words that both packages share. ``page_table`` [R, pages] int32: a line a row."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -41,10 +45,11 @@ class FlashCall(NamedTuple):
     page_table: torch.Tensor
     options: AttentionOptions
 
-    def window_size(self, unbounded: int | None) -> tuple[int | None, int | None]:
-        """Visible positions before and after a token, itself not counted; `unbounded` stands for all."""
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """Visible positions before and after a token, itself not counted; -1: all."""
         window = self.options.window
-        return (unbounded, unbounded) if window is None else (window - 1, 0)
+        return (-1, -1) if window is None else (window - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,13 @@ class FlashPackage:
     function: str
     needs: tuple[str, ...]  # arguments that an older release may lack
     majors: tuple[int, ...]  # major compute capabilities
-    refuse: Callable[[AttentionShape, int], str | None]  # the reason why not, given the major compute capability
+    refuse: Callable[[AttentionShape], str | None]  # the reason why not
     call: Callable[[Callable[..., Any], FlashCall], Any]
     extra: str | None = None  # of hf_paged, which brings it
     small_pages: bool = False  # cut larger blocks into pages that the kernel gathers slot by slot
 
 
-def _refuse_common(shape: AttentionShape) -> str | None:
+def _refuse(shape: AttentionShape) -> str | None:
     if shape.dtype not in (torch.float16, torch.bfloat16):
         return f"takes fp16 and bf16, not {shape.dtype}"
     if shape.head_dim > 256 or shape.head_dim % 8:
@@ -70,10 +75,10 @@ def _refuse_common(shape: AttentionShape) -> str | None:
     return None
 
 
-def _refuse_2(shape: AttentionShape, major: int) -> str | None:
+def _refuse_2(shape: AttentionShape) -> str | None:
     if shape.block_size % 256:
         return f"takes a block_size that is a multiple of 256, not {shape.block_size}"
-    return _refuse_common(shape)
+    return _refuse(shape)
 
 
 def _call_2(function: Callable[..., Any], c: FlashCall) -> Any:
@@ -82,12 +87,8 @@ def _call_2(function: Callable[..., Any], c: FlashCall) -> Any:
     return function(
         c.q, c.k_cache, c.v_cache, cu_seqlens_q=c.meta.query_start, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=c.meta.max_query_len, max_seqlen_k=c.meta.max_seq_len, softmax_scale=c.options.scale, causal=True,
-        window_size=c.window_size(-1), softcap=c.options.softcap or 0.0, block_table=c.page_table,
+        window_size=c.window_size, softcap=c.options.softcap or 0.0, block_table=c.page_table,
     )
-
-
-def _refuse_3(shape: AttentionShape, major: int) -> str | None:
-    return _refuse_common(shape)
 
 
 def _call_3(function: Callable[..., Any], c: FlashCall) -> Any:
@@ -95,23 +96,7 @@ def _call_3(function: Callable[..., Any], c: FlashCall) -> Any:
     return function(
         c.q, c.k_cache, c.v_cache, cache_seqlens=c.meta.seq_lens, page_table=c.page_table,
         cu_seqlens_q=c.meta.query_start, max_seqlen_q=c.meta.max_query_len, softmax_scale=c.options.scale, causal=True,
-        window_size=c.window_size(-1), softcap=c.options.softcap or 0.0, num_splits=1,
-    )
-
-
-def _refuse_4(shape: AttentionShape, major: int) -> str | None:
-    if shape.head_dim % 16:
-        return f"takes a head_dim that is a multiple of 16 with pages, not {shape.head_dim}"
-    if major > 9 and 128 < shape.head_dim != 256:
-        return f"takes head_dim up to 128, or 256, on this GPU, not {shape.head_dim}"
-    return _refuse_common(shape)
-
-
-def _call_4(function: Callable[..., Any], c: FlashCall) -> Any:
-    return function(
-        c.q, c.k_cache, c.v_cache, cu_seqlens_q=c.meta.query_start, max_seqlen_q=c.meta.max_query_len,
-        max_seqlen_k=c.meta.max_seq_len, seqused_k=c.meta.seq_lens, page_table=c.page_table,
-        softmax_scale=c.options.scale, causal=True, window_size=c.window_size(None), softcap=c.options.softcap or 0.0,
+        window_size=c.window_size, softcap=c.options.softcap or 0.0, num_splits=1,
     )
 
 
@@ -120,25 +105,13 @@ PACKAGES = (
     FlashPackage(
         "flash-attn 3", "flash_attn_interface", "flash_attn_with_kvcache",
         ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softcap", "num_splits"),
-        (9,), _refuse_3, _call_3, small_pages=True,
-    ),
-    FlashPackage(
-        "flash-attn 4", "flash_attn.cute", "flash_attn_varlen_func",
-        ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "softcap"),
-        (9, 10, 11), _refuse_4, _call_4, extra="flash-attn-4", small_pages=True,
+        (9,), _refuse, _call_3, small_pages=True,
     ),
     FlashPackage(
         "flash-attn 2", "flash_attn", "flash_attn_varlen_func", ("softcap", "block_table"),
         (8, 9, 10, 11, 12), _refuse_2, _call_2, extra="flash-attn",
     ),
 )
-
-# By (package, major compute capability): the run that showed the package faster than the Triton kernel. Only such
-# packages are taken by "auto". The run is one of benchmarks/flash_attn_speed.py, which also checks the results.
-MEASURED_FASTER: dict[tuple[str, int], str] = {
-    ("flash-attn 4", 9): "2026-11-21, H200: 256 / 359 / 560 TFLOP/s on 28x576, 16x1024, 2x8192; Triton 259 / 340 / 455",
-}
-
 
 @lru_cache(maxsize=64)
 def load(package: FlashPackage) -> tuple[Callable[..., Any] | None, str | None]:
@@ -149,7 +122,7 @@ def load(package: FlashPackage) -> tuple[Callable[..., Any] | None, str | None]:
         return None, _not_installed(package, f"no module {error.name!r}")
     except Exception as error:  # a binary made for another torch or CUDA fails in many ways
         return None, f"{package.module} cannot be imported ({type(error).__name__}: {error})"
-    if function is None:  # flash-attn 4 alone makes `flash_attn` a namespace without functions
+    if function is None:
         return None, _not_installed(package, f"{package.module} has no {package.function}")
     lacks = [name for name in package.needs if name not in inspect.signature(function).parameters]
     if lacks:
@@ -175,35 +148,20 @@ def why_not(package: FlashPackage, device: torch.device, shape: AttentionShape) 
         return f"needs an NVIDIA GPU, not {str(device)!r}"
     if major not in package.majors:
         return f"does not run on compute capability {major}.x"
-    return load(package)[1] or package.refuse(shape, major)
+    return load(package)[1] or package.refuse(shape)
 
 
 @lru_cache(maxsize=256)
-def choose(device: torch.device, shape: AttentionShape, measured_only: bool) -> FlashPackage | None:
-    """The first package that can carry ``shape``; with ``measured_only`` one that is known to be faster than Triton."""
-    major = _major(device)
-    for package in PACKAGES:
-        if measured_only and (package.name, major) not in MEASURED_FASTER:
-            continue
-        if why_not(package, device, shape) is None:
-            return package
-    return None
+def choose(device: torch.device, shape: AttentionShape) -> FlashPackage | None:
+    """The first package that can carry ``shape``; None: no package can."""
+    return next((package for package in PACKAGES if why_not(package, device, shape) is None), None)
 
 
-@lru_cache(maxsize=64)
-def is_preferred(device: torch.device) -> bool:
-    """True where an installed package is known to be faster than Triton on ``device``."""
-    major = _major(device)
-    return any(
-        (a.name, major) in MEASURED_FASTER and major in a.majors and load(a)[0] is not None for a in PACKAGES
-    )
-
-
-def missing(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+def missing(spec: AttentionSpec) -> str | None:
     """Why no package can carry a model's prefill, package by package; None where one can."""
-    shape = AttentionShape(dtype, head_dim, block_size)
-    reasons = [f"{package.name}: {why_not(package, device, shape)}" for package in PACKAGES]
-    return None if choose(device, shape, False) else "; ".join(reasons)
+    shape = AttentionShape(spec.dtype, spec.head_dim, spec.block_size)
+    reasons = [f"{package.name}: {why_not(package, spec.device, shape)}" for package in PACKAGES]
+    return None if choose(spec.device, shape) else "; ".join(reasons)
 
 
 def flash_prefill(
@@ -212,8 +170,6 @@ def flash_prefill(
     v_cache: torch.Tensor,
     meta: PagedMetadata,
     options: AttentionOptions,
-    *,
-    measured_only: bool = False,
 ) -> torch.Tensor | None:
     """`paged_attention` by the first package that can carry it, else None.
 
@@ -225,7 +181,7 @@ def flash_prefill(
         options = replace(options, window=None)
     block_size = k_cache.shape[1]
     shape = AttentionShape(q.dtype, q.shape[2], block_size, options.window is not None)
-    package = choose(q.device, shape, measured_only)
+    package = choose(q.device, shape)
     if package is None or not len(q):
         return None
     return run_package(package, q, k_cache, v_cache, meta, options)
@@ -234,7 +190,7 @@ def flash_prefill(
 def _cut_pages(page_table: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The same memory in pages below the kernels' tile.
 
-    flash-attn 3 and 4 load a page that holds whole tiles of keys by TMA, also what lies past the row's end, where a NaN
+    flash-attn 3 loads a page that holds whole tiles of keys by TMA, also what lies past the row's end, where a NaN
     times a weight of zero is NaN. Smaller pages are gathered, and what lies past the end is zero. The smallest tile
     that is a power of two: 64 (head_dim 256 with a window), else 128.
     """
@@ -270,3 +226,34 @@ def run_package(
     # Some releases return the log-sum-exp as well.
     out = out[0] if isinstance(out, (tuple, list)) else out
     return out.contiguous()
+
+
+class FlashBackend(TritonBackend):
+    """An installed FlashAttention package for steps with a row of several new tokens.
+
+    Rows of one new token always take the Triton kernel, which reads faster than FlashAttention-3 (docs/performance.md)
+    and needs no page table a row. What no installed package carries (fp32, sinks, a head size, a block size) goes to
+    Triton as well, call by call.
+    """
+
+    name = "flash_attn"
+    knows_pool_size = True  # FlashAttention 3 loads pages by descriptors of the whole cache
+
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        reasons = missing(spec)
+        return reasons and f"expected a package that can be used here; {reasons}"
+
+    def plan_prompts(self, groups: PrefixGroups, prompts: Prompts, spec: AttentionSpec, share_of_layers: float) -> None:
+        """Nothing: where it pays was measured against the Triton kernel."""
+        return
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
+            options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
+        if meta.max_query_len > 1 and options.sinks is None:
+            result = flash_prefill(q, k_cache, v_cache, meta, options)
+            if result is not None:  # the packages do not write where they are told to
+                return result if out is None else out.copy_(result)
+        return super().run(q, k_cache, v_cache, meta, options, out)
+
+
+BACKEND = FlashBackend()

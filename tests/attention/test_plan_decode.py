@@ -9,17 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import expected, make_case, run_poisoned, worst_error
 
-from hf_paged.kernels.attention.decode import DecodeConfig, paged_attention_decode
-from hf_paged.kernels.attention.decode_work import (
+from hf_paged.attention.plan_decode import (
     JOINING,
-    MAX_SPLITS,
-    MIN_SPLIT,
-    even_work,
     num_items,
     plan_items,
     split_length,
 )
-from hf_paged.kernels.attention.metadata import DecodeWork
+from hf_paged.kernels.attention.decode import MAX_SPLITS, MIN_SPLIT, DecodeConfig, even_work, paged_attention_decode
+from hf_paged.kernels.attention.types import DecodeWork
 
 LENGTHS = st.lists(st.one_of(st.just(0), st.integers(1, 300), st.integers(1, 40000)), min_size=1, max_size=64)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels.attention.metadata import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 

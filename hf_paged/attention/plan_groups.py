@@ -1,0 +1,168 @@
+"""How a decode step whose rows share prefixes is cut into parts: where to cut the groups that pay, and the rows.
+
+The host plans, as for other decode steps (`plan_decode`): all arrays have sizes that depend on the padded number of
+rows alone, so that one CUDA graph serves every plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_paged.attention.choose_groups import GroupChoice, most_group_parts
+from hf_paged.kernels.attention.decode import MIN_SPLIT
+from hf_paged.kernels.attention.grouped_decode import MIN_GROUP_SPLIT
+from hf_paged.kernels.attention.types import PART_FIELDS, ROW_FIELDS, GroupedConfig, PartItem
+
+# All measured on an H200 (docs/notebook.md). What a position of a group's tile takes, in positions that a row of one KV
+# head reads: the products take longer, but three programs a multiprocessor hide that, and L2 has the keys of the group.
+TILE_COST = 0.5
+# Of long groups, splits are an eighth, up to so many positions: the joining takes eight pieces at a time.
+MIN_LONG_SPLIT = 256
+# A step is grouped if it saves so much for each position that is still read: what several rows share comes out of L2
+# for all but one of them anyway, at twice the rate, and this kernel reads somewhat slower than that of single rows.
+MIN_SAVED_SHARE = 0.6
+
+
+class GroupedPlan(NamedTuple):
+    """`GroupedWork` on the host; arrays are int32."""
+
+    items: np.ndarray  # [choice.num_items, PART_FIELDS]
+    rows: np.ndarray  # [R, ROW_FIELDS]
+    num_parts: int
+    config: GroupedConfig
+
+
+def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice,
+                share_of_layers: float = 1.0) -> GroupedPlan | None:
+    """Cut R rows and what they share into parts; None where rows have so much of their own that it does not pay.
+
+    Groups come first, longest splits first, then the rows' own parts, likewise: short programs fill the end.
+
+    Args:
+        seq_lens, slots: [R] integers, visible tokens and slot of each row.
+        choice: of the rows' groups.
+        share_of_layers: of all layers that read by this plan, in how many it saves anything.
+    """
+    lengths = seq_lens.astype(np.int64)
+    own = lengths - choice.own_begin
+    if choice.pieces is None:
+        saved, least = choice.saved_positions * share_of_layers, choice.kernel.positions_worth_it
+        if saved < max(least if share_of_layers < 1.0 else 0.0, MIN_SAVED_SHARE * _num_read(own, choice)):
+            return None
+        share = _share(own, choice)
+        splits, own_splits = _group_splits(choice, share), np.maximum(-(-own // share), 1)
+    else:
+        length = choice.pieces.length
+        splits, own_splits = (choice.end - choice.begin) // length, np.maximum(-(-own // length), 1)
+    before, own_piece = number_pieces(choice, splits, len(lengths))
+    pieces = own_piece + own_splits
+    part = np.cumsum(pieces) - pieces
+    items = np.full((choice.num_items, PART_FIELDS), -1, dtype=np.int32)
+    groups = group_items(choice, slots, splits, before)
+    items[: len(groups)] = groups
+    order = np.argsort(own // -own_splits, kind="stable")
+    row, split = _numbered(order, own_splits[order])
+    length = lengths[row]
+    _fill(items[len(groups) : len(groups) + len(row)], PartItem(
+        rows=0, first=row, slot=slots[row], **_places(choice, choice.own_begin[row], length, split, own_splits[row]),
+        part=np.where(pieces[row] > 1, part[row] + own_piece[row] + split, -1), length=length,
+    ))
+    return GroupedPlan(items, row_entries(choice, lengths, part, pieces), choice.num_parts, choice.kernel.config)
+
+
+def number_pieces(choice: GroupChoice, splits: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces that come ahead: of a group's first one, for each of its rows, and of each row's own first one."""
+    before = np.zeros(len(splits) + 1, dtype=np.int64)  # the last: of none
+    behind = np.append(splits, 0)
+    for group, around in choice.levels:
+        before[group] = behind[around]
+        behind[group] += before[group]
+    own_piece = np.zeros(num_rows, dtype=np.int64)
+    own_piece[choice.members] = behind[choice.inner]
+    return before, own_piece
+
+
+def row_entries(choice: GroupChoice, lengths: np.ndarray, part: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+    """`GroupedWork.rows` of rows with these visible tokens, places of their first pieces, and numbers of pieces."""
+    rows, members = np.zeros((len(lengths), ROW_FIELDS), dtype=np.int32), choice.members
+    _fill(rows, (part, pieces))
+    _fill(rows[: len(members), 2:], (members, part[members], lengths[members]))
+    return rows
+
+
+def group_items(choice: GroupChoice, slots: np.ndarray, splits: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """`GroupedWork.items` of the groups, longest splits first; int32 [N, PART_FIELDS]."""
+    order = np.argsort((choice.end - choice.begin) // -splits, kind="stable")
+    group, number = _numbered(order, (choice.tiles * splits)[order])
+    tiles, count = choice.tiles[group], choice.count[group]
+    split, tile = number // tiles, number % tiles  # tiles that read the same follow each other
+    each = -(-count // tiles)
+    first = choice.first[group] + tile * each
+    items = np.empty((len(group), PART_FIELDS), dtype=np.int32)
+    _fill(items, PartItem(
+        rows=np.minimum(each, count - tile * each), first=first, slot=slots[choice.members[first]],
+        **_places(choice, choice.begin[group], choice.end[group], split, splits[group]), part=before[group] + split,
+        length=0,
+    ))
+    return items
+
+
+def _num_read(own: np.ndarray, choice: GroupChoice) -> int:
+    return int(own.sum() + ((choice.end - choice.begin) * choice.tiles).sum())
+
+
+def _share(own: np.ndarray, choice: GroupChoice) -> int:
+    """Length to cut to, in positions of a row, so that programs end together; see `plan_decode.split_length`."""
+    own = np.maximum(own, 1)
+    span, tiles, cta_slots = choice.end - choice.begin, choice.tiles, choice.kernel.cta_slots
+    total = int(own.sum()) + math.ceil(int((span * tiles).sum()) * TILE_COST)
+    share = max(MIN_SPLIT, -(-total // cta_slots))
+    if len(own) + int(tiles.sum()) > cta_slots:
+        return share
+    low, high = share, max(share, int(own.max()), math.ceil(int(span.max()) * TILE_COST))
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-own // middle)).sum() + (tiles * _uncapped_splits(span, middle)).sum()) <= cta_slots:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _uncapped_splits(span: np.ndarray, share: int) -> np.ndarray:
+    least = np.clip(span // 8, MIN_GROUP_SPLIT, MIN_LONG_SPLIT)
+    return -(-span // np.maximum(least, math.ceil(share / TILE_COST)))
+
+
+def _group_splits(choice: GroupChoice, share: int) -> np.ndarray:
+    """Of each group; fewer, alike for all, where the rows' partial results would be too many."""
+    splits, count = _uncapped_splits(choice.end - choice.begin, share), choice.count
+    parts, most = int((splits * count).sum()), most_group_parts(len(choice.own_begin))
+    if parts <= most:
+        return splits
+    least = int(count.sum())
+    return 1 + ((splits - 1) * (most - least)) // (parts - least)
+
+
+def _places(choice: GroupChoice, begin: np.ndarray, end: np.ndarray, split: np.ndarray,
+            splits: np.ndarray) -> dict[str, object]:
+    """Columns of `PartItem` for split number `split` of `splits` of positions `begin` to `end - 1`."""
+    if choice.pieces is None:
+        return {"begin": begin, "end": end, "split": split, "splits": splits}
+    begin = begin + split * choice.pieces.length
+    return {"begin": begin, "end": np.minimum(begin + choice.pieces.length, end), "split": 0, "splits": 1}
+
+
+def _numbered(what: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each of `what` as often as `counts` says, and a number from 0 on for each time."""
+    ends = np.cumsum(counts)
+    return np.repeat(what, counts), np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+def _fill(table: np.ndarray, columns: Iterable[object]) -> None:
+    for column, values in enumerate(columns):
+        table[:, column] = values

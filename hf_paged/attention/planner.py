@@ -1,0 +1,133 @@
+"""How the rows of each step are cut, and what several of them share, for one backend and one model."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import torch
+
+from hf_paged.attention.backend import AttentionBackend
+from hf_paged.attention.choose_groups import GroupChoice
+from hf_paged.attention.plan_groups import GroupedPlan, plan_groups
+from hf_paged.attention.plan_prompts import PromptPlan, Prompts
+from hf_paged.attention.spec import AttentionSpec
+from hf_paged.kernels.attention.prefill import FULL_TILE, SHORT_SEQUENCE
+from hf_paged.kernels.attention.types import TileQueue
+from hf_paged.scheduler import StepPlan
+from hf_paged.scheduler.prefix_groups import PrefixGroups
+
+
+class AttentionPlanner:
+    """Plans the attention of steps.
+
+    Attributes:
+        saved_positions, saved_prompt_positions: what the rows that were planned last do not read again, in one layer
+            without a window: those that decode, and others.
+    """
+
+    def __init__(self, backend: AttentionBackend, spec: AttentionSpec, max_model_len: int) -> None:
+        self.backend = backend
+        self.spec, self._max_model_len = spec, max_model_len
+        self.saved_positions = self.saved_prompt_positions = 0
+        self._windows: Counter[int | None] = Counter()
+        # Of the last step with groups, which are the same objects as long as they hold the same.
+        self._chosen: tuple[PrefixGroups, int, GroupChoice | None] | None = None
+
+    def arrivals(self, num_rows: int) -> torch.Tensor:
+        """The counters of `DecodeWork` for as many rows."""
+        return torch.zeros(num_rows * self.spec.num_kv_heads, dtype=torch.int32, device=self.spec.device)
+
+    def tile_queue(self) -> TileQueue:
+        """A new queue."""
+        return TileQueue(torch.zeros(2, dtype=torch.int32, device=self.spec.device))
+
+    def may_queue(self) -> bool:
+        """May there be prompts whose tiles are taken from a queue?"""
+        # With windows, what tiles of one layer see says nothing of those of another.
+        return self.backend.has_queue and not self._has_windows()
+
+    def wants_queue(self, plan: StepPlan) -> bool:
+        """Are programs to take the tiles of the step's prompts from a queue, where nothing is read for several?"""
+        if not self.may_queue():
+            return False
+        rows = slice(plan.num_decode_rows, None)
+        num_new = plan.num_new_tokens[rows]
+        return self.backend.wants_queue(num_new, plan.start[rows] + num_new, self.spec)
+
+    def split_plan(self, seq_lens: np.ndarray, slots: np.ndarray,
+                   groups: PrefixGroups | None = None) -> np.ndarray | GroupedPlan | None:
+        """How rows of one new token are cut; what groups of them share may be read once for several.
+
+        The plan's sizes depend on the number of rows alone. None: the backend runs without one.
+        """
+        self.saved_positions = 0
+        if groups is not None and (choice := self._choice(groups, len(slots))) is not None:
+            plan = plan_groups(seq_lens, slots, choice, self._share_of_layers(seq_lens))
+            if plan is not None:
+                self.saved_positions = choice.saved_positions
+                return plan
+        return self.plain_plan(seq_lens, slots)
+
+    def plan_nothing(self) -> None:
+        """In place of `split_plan`: each row reads all of its positions, whatever the kernel."""
+        self.saved_positions = 0
+
+    def plain_plan(self, seq_lens: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
+        """`split_plan` where nothing is shared, of rows that are no step's: nothing is noted of them."""
+        return self.backend.plan(seq_lens, slots, self.spec)
+
+    def prompt_plan(self, plan: StepPlan, max_query_len: int, max_seq_len: int) -> PromptPlan | None:
+        """How what the prompts of a step share is cut, to be read for tiles of several rows; None: row by row.
+
+        The numbers are those of `PagedMetadata`.
+        """
+        self.saved_prompt_positions = 0
+        if plan.prompt_groups is None:
+            return None
+        rows = slice(plan.num_decode_rows, None)
+        prompts = Prompts(plan.start[rows], plan.num_new_tokens[rows], plan.slots[rows], max_query_len, max_seq_len)
+        share_of_layers = self._share_of_layers(prompts.start + prompts.num_new)
+        found = self.backend.plan_prompts(plan.prompt_groups, prompts, self.spec, share_of_layers)
+        if found is not None:
+            self.saved_prompt_positions = found.saved_positions
+        return found
+
+    def captured_prompt_plan(self, plan: StepPlan, num_tokens: int) -> PromptPlan | None:
+        """`prompt_plan` of a graph for as many tokens."""
+        if plan.prompt_groups is None:
+            self.saved_prompt_positions = 0
+            return None
+        long = self.is_long((plan.start + plan.num_new_tokens)[plan.num_decode_rows :])
+        return self.prompt_plan(plan, *self.captured_bounds(num_tokens, long))
+
+    def use_windows(self, windows: tuple[int | None, ...]) -> None:
+        """From now on layers have these windows, None: they see all positions."""
+        self._windows = Counter(windows)
+
+    def _has_windows(self) -> bool:
+        return bool(self._windows.keys() - {None})
+
+    def _share_of_layers(self, seq_lens: np.ndarray) -> float:
+        """Of those layers that see every position of these rows: in others, prefixes are out of sight, or soon are."""
+        if not self._has_windows():
+            return 1.0
+        longest = int(seq_lens.max())
+        seeing = sum(count for window, count in self._windows.items() if window is None or longest <= window)
+        return seeing / self._windows.total()
+
+    def _choice(self, groups: PrefixGroups, num_rows: int) -> GroupChoice | None:
+        chosen = self._chosen
+        if chosen is None or chosen[0] is not groups or chosen[1] != num_rows:
+            chosen = self._chosen = groups, num_rows, self.backend.choose_groups(groups, num_rows, self.spec)
+        return chosen[2]
+
+    def captured_bounds(self, num_tokens: int, long: bool) -> tuple[int, int]:
+        """Most new tokens and most tokens of a row of a graph's steps."""
+        # Replays bring rows of any length up to all tokens: the tiles are those of full ones.
+        return max(FULL_TILE, num_tokens), self._max_model_len if long else SHORT_SEQUENCE
+
+    @staticmethod
+    def is_long(seq_lens: np.ndarray) -> bool:
+        """Do these prompts need a graph with the tiles of long sequences?"""
+        return int(seq_lens.max()) > SHORT_SEQUENCE
