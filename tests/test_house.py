@@ -18,10 +18,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_paged"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES, MOST_FILES = 46_600, 310
+MOST_LINES, MOST_FILES = 47_300, 330
 # A file of more lines is several ideas. Those that are: what they may have at most.
 MOST_LINES_OF_A_FILE = 700
-LONG_FILES = {"engine/engine.py": 1_269, "engine/core.py": 1_035}
+LONG_FILES = {"engine/engine.py": 1_269}
 MOST_FILES_IN_A_FOLDER = 15
 FULL_FOLDERS = {"engine": 32, "guards": 16, "integration": 32, "kernels/attention": 19, "models": 26, "parallel": 16,
                 "runner": 17}

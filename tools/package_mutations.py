@@ -1145,7 +1145,7 @@ GUESSING = [
                     "with_guesses"),
 ]
 
-ROPE, ROPE_TESTS, STATE = "models/rope.py", "models/test_rope.py", "runner/request_state.py"
+ROPE, ROPE_TESTS, REQUEST_STATE = "models/rope.py", "models/test_rope.py", "runner/request_state.py"
 LONG_TESTS = "engine/test_long_requests.py"
 LONG = [
     PackageMutation(ROPE, 'if one["rope_type"] == "yarn":', "if False:", ROPE_TESTS, "yarn_is_native"),
@@ -1155,7 +1155,7 @@ LONG = [
                     "left_to_stock and dynamic"),
     PackageMutation("scheduler/running_table.py", "< max(limit, len(token_ids)):", "< len(token_ids):", LONG_TESTS,
                     "greedy"),
-    PackageMutation(STATE, "<= _MOST_PADDED:", "> 0:", "runner/test_request_state.py", "of_any_lengths"),
+    PackageMutation(REQUEST_STATE, "<= _MOST_PADDED:", "> 0:", "runner/test_request_state.py", "of_any_lengths"),
 ]
 
 HEAP, HEAP_TESTS = "engine/frozen_heap.py", "engine/test_frozen_heap.py"

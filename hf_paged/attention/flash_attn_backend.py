@@ -231,7 +231,7 @@ def run_package(
 class FlashBackend(TritonBackend):
     """An installed FlashAttention package for steps with a row of several new tokens.
 
-    Rows of one new token always take the Triton kernel, which reads faster than FlashAttention-3 (docs/performance.md)
+    Rows of one new token always take the Triton kernel, which reads faster than FlashAttention-3
     and needs no page table a row. What no installed package carries (fp32, sinks, a head size, a block size) goes to
     Triton as well, call by call.
     """

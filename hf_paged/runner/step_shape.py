@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from hf_paged.kernels.attention.metadata import GroupedConfig
+from hf_paged.kernels.attention.types import GroupedConfig
 
 Kind = Literal["decode", "logits", "undrawn", "prompts", "prompt_logits", "mixed", "masked"]
 
