@@ -56,9 +56,10 @@ from hf_paged.kernels.weights_checksum import begin_early
 from hf_paged.models import KVSpec, ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, subclass_reason, unsupported_reason
 from hf_paged.models.replica import Replica
-from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
+from hf_paged.options.arguments import base_seed, salt_digest, token_id_lists, token_ids
 from hf_paged.options.continued import Made, split_output
 from hf_paged.options.prompts import prompt_ids
+from hf_paged.options.read import MergeCache, call_key
 from hf_paged.options.request_options import RequestOptions, check_priority, scoring_only, settings_with
 from hf_paged.options.settings import RequestSettings, settings_from_config
 from hf_paged.options.structured import Structured, read_structured
@@ -180,7 +181,7 @@ class Engine:
         self._stop_strings: CachedStopStrings | None = None  # the last one: calls ask for one over and over
         self._deferred: list[Callable[[], None]] = []  # what must wait for the end of a step
         self._at_end_of_batches: list[Callable[[], None]] = []  # and of all calls in lockstep
-        self._merged = RecentMerges()
+        self._merges = MergeCache()
         # `add_request` looks at the model once between two steps, and the next step for all that came before it.
         self._has_looked = False
         self._arrived: list[str] = []
@@ -252,7 +253,8 @@ class Engine:
             self.check_runnable()
         given, before = split_output(prompt_token_ids)
         prompt = self.check_prompt(prompt_ids(given, self.tokenizer, {}) if isinstance(given, dict) else given)
-        merged = self._merged(self._executor.source, generation_config, {})
+        model = self._executor.source
+        merged = self._merges(model, generation_config, {}, call_key(model, {})).config
         if max_new_tokens is not None:
             merged = copy.copy(merged)  # others get it again
             merged.max_new_tokens = 1 if _is_zero(max_new_tokens) else max_new_tokens

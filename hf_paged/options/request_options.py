@@ -6,16 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from transformers import GenerationConfig
-
-from hf_paged.options.arguments import ConfigMerger, token_ids
-from hf_paged.options.settings import (
-    RequestSettings,
-    check_flags,
-    check_weight_change,
-    reads_prompt_length,
-    settings_from_config,
-)
+from hf_paged.options.arguments import token_ids
+from hf_paged.options.settings import RequestSettings, check_flags, check_weight_change
 from hf_paged.sampling.token_log_probs import LOGPROBS, PROCESSED
 from hf_paged.sampling.top_log_probs import MOST_TOP
 
@@ -112,33 +104,6 @@ def settings_with(settings: RequestSettings, options: RequestOptions, vocab_size
         keeps_stop=options.include_stop_str_in_output, skips_special=options.skip_special_tokens,
         timeout=_timeout(options.timeout), on_weight_change=options.on_weight_change,
     )
-
-
-class SettingsReader:
-    """`settings_from_config` and `settings_with` for the prompts of one call; what several have alike is read once.
-
-    Args:
-        merge: of the call.
-        vocab_size: as of `settings_with`.
-    """
-
-    def __init__(self, merge: ConfigMerger, vocab_size: int) -> None:
-        self._merge, self._vocab_size = merge, vocab_size
-        self._read: dict[tuple, tuple[RequestSettings, GenerationConfig, RequestOptions]] = {}
-
-    def __call__(self, merged: GenerationConfig, prompt_length: int, options: RequestOptions) -> RequestSettings:
-        """Raises what they raise. ``merged``: what `merge` returned."""
-        # A length penalty is checked for the number of new tokens, too.
-        first = self._merge.first_like(merged) if merged.exponential_decay_length_penalty is None else merged
-        key = id(first), prompt_length if reads_prompt_length(merged) else None, id(options)
-        if key not in self._read:
-            settings = settings_from_config(merged, prompt_length, self._vocab_size)
-            # The options are held, so that no others get their id.
-            self._read[key] = settings_with(settings, options, self._vocab_size), merged, options
-        settings, of, _ = self._read[key]
-        if merged.max_new_tokens == of.max_new_tokens:
-            return settings
-        return replace(settings, max_new_tokens=merged.max_new_tokens)
 
 
 def scoring_only(settings: RequestSettings) -> RequestSettings:
