@@ -907,7 +907,7 @@ AWAITED = [
 ]
 
 OPTIONS, TOPS, ENDINGS = "engine/test_request_options.py", "sampling/top_log_probs.py", "engine/endings.py"
-SHARED = "options/test_settings_reader.py"
+SHARED, KEYWORDS_TESTS = "options/test_settings_reader.py", "options/test_keywords.py"
 
 ASKED_OF_REQUESTS = [  # besides a GenerationConfig
     PackageMutation("sampling/edit_reference.py", "scores - counts * each - once", "scores - counts * (each + once)",
@@ -931,10 +931,13 @@ ASKED_OF_REQUESTS = [  # besides a GenerationConfig
     PackageMutation("options/read.py", " if merged.exponential_decay_length_penalty is None else merged", "",
                     SHARED, "length_penalty"),
     PackageMutation("options/settings.py", "(type(least) is not int or least > 0)", "False", SHARED, "prompts_length"),
+    PackageMutation("options/keywords.py", "if name not in keywords.__annotations__:", "if False:", KEYWORDS_TESTS,
+                    "unknown_keyword"),
+    PackageMutation("options/keywords.py", "default=DEFAULTS.get(name), ", "", KEYWORDS_TESTS, "with_its_default"),
     PackageMutation("options/read.py", "return Merge(merged, first)", "return Merge(merged, merged)", SHARED,
                     "read_once"),
     PackageMutation("options/read.py", "all(map(_is_plain, value))", "True", "options/test_arguments.py",
-                    "each_alone"),
+                    "texts_are_alike"),
     PackageMutation("options/read.py", "copy.deepcopy(kwargs))", "kwargs)", "options/test_arguments.py",
                     "becomes_of_their_lists"),
     PackageMutation("options/arguments.py", "(map(type, prompt), int) == len(prompt)", "(map(type, prompt), int) > 0",

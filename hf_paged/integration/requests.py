@@ -18,17 +18,18 @@ from hf_paged.integration.best_of import num_candidates
 from hf_paged.options.arguments import base_seed, num_copies, salt_digest
 from hf_paged.options.chat_keywords import split_keywords, template_parameters
 from hf_paged.options.continued import Made, split_output
+from hf_paged.options.keywords import DEFAULTS, OF_CALL
 from hf_paged.options.notices import Notices
 from hf_paged.options.prompts import prompt_ids, prompt_list
 from hf_paged.options.read import MergeCache, SettingsReader
 from hf_paged.options.request_options import (
     PLAIN,
     RequestOptions,
+    RequestSettings,
     check_options,
     check_priority,
     scoring_only,
 )
-from hf_paged.options.settings import RequestSettings
 from hf_paged.options.structured import Structured, read_structured
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.sampling.sampler import derive_seed
@@ -53,16 +54,14 @@ class Call:
     chat_template_kwargs: Any
     request_ids: Any
     keywords: dict[str, Any]
-    structured: Any = None
+    structured: Any
 
     @classmethod
-    def of(cls, prompts: Any, generation_config: Any = None, *, seed: Any = None, cache_salt: Any = None,
-           adapter_names: Any = None, priority: Any = 0, best_of: Any = None, on_error: str = "raise",
-           chat_template_kwargs: Any = None, request_ids: Any = None, structured: Any = None, **keywords: Any) -> Call:
+    def of(cls, prompts: Any, generation_config: Any = None, **keywords: Any) -> Call:
         """With the defaults of `PagedGenerator.generate`."""
-        options = {name: keywords.pop(name) for name in RequestOptions._fields if name in keywords}
-        return cls(prompts, generation_config, seed, cache_salt, adapter_names, RequestOptions(**options), priority,
-                   best_of, on_error, chat_template_kwargs, request_ids, keywords, structured)
+        options = RequestOptions.among(keywords)
+        named = {name: keywords.pop(name, DEFAULTS.get(name)) for name in OF_CALL}
+        return cls(prompts, generation_config, options=options, keywords=keywords, **named)
 
     @property
     def scores_only(self) -> bool:

@@ -15,8 +15,8 @@ from transformers import GenerationConfig, GenerationMixin
 
 from hf_paged.guards.originals import MERGING
 from hf_paged.options.arguments import merge_config
-from hf_paged.options.request_options import RequestOptions, settings_with
-from hf_paged.options.settings import RequestSettings, reads_prompt_length, settings_from_config
+from hf_paged.options.request_options import RequestOptions, RequestSettings, settings_with
+from hf_paged.options.settings import reads_prompt_length, settings_from_config
 
 _MOST = 8  # merges that are kept
 _PLAIN = frozenset((int, float, bool, str, type(None)))  # types whose repr tells any two values apart

@@ -1,13 +1,16 @@
-"""What a caller may ask of one request besides a `GenerationConfig`, by the names of `PagedGenerator.generate`."""
+"""What one request asks for: the settings that the engine gets, and the options besides a `GenerationConfig`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from hf_paged.config import ON_WEIGHT_CHANGE
 from hf_paged.options.arguments import token_ids
-from hf_paged.options.settings import RequestSettings, check_flags, check_weight_change
+from hf_paged.options.structured import Structured
+from hf_paged.sampling.edit_reference import NEUTRAL, Edits
+from hf_paged.sampling.table import Drawing
 from hf_paged.sampling.token_log_probs import LOGPROBS, PROCESSED
 from hf_paged.sampling.top_log_probs import MOST_TOP
 
@@ -28,6 +31,11 @@ class RequestOptions(NamedTuple):
     skip_special_tokens: Any = True
     timeout: Any = None
     on_weight_change: Any = None
+
+    @classmethod
+    def among(cls, keywords: dict[str, Any]) -> RequestOptions:
+        """Those among a call's keywords, which are taken out."""
+        return cls(**{name: keywords.pop(name) for name in cls._fields if name in keywords})
 
     @property
     def is_plain(self) -> bool:
@@ -59,6 +67,31 @@ PLAIN = RequestOptions()
 
 def _is_same(value: Any, plain: Any) -> bool:
     return value is plain or (type(value) is type(plain) and bool(value == plain))
+
+
+@dataclass(frozen=True)
+class RequestSettings(Drawing):
+    """What the scheduler and the sampler know of one request."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    edits: Edits = NEUTRAL
+    stop_strings: tuple[str, ...] = ()
+    max_time: float | None = None  # seconds from the start of the call
+    logprobs: str | None = None  # one of `LOGPROBS`
+    top_logprobs: int | None = None  # of the likeliest tokens besides; None: not even a dict of the drawn one
+    prompt_logprobs: bool = False
+    prompt_top_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()  # end it as "stop", and not as "eos"
+    keeps_stop: bool = True  # in the text
+    skips_special: bool = True
+    timeout: float | None = None  # seconds from when it was queued
+    on_weight_change: str | None = None  # as in `PagedConfig`; None: what that says
+    cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
+    adapter_name: str | None = None  # the LoRA adapter to apply alone; None: those that are active in the model
+    structured: Structured | None = None  # the form that the output has to have
+    draft_tokens: int = 0  # guesses that a step may confirm
 
 
 def check_options(options: RequestOptions, vocab_size: int) -> None:
@@ -104,6 +137,19 @@ def settings_with(settings: RequestSettings, options: RequestOptions, vocab_size
         keeps_stop=options.include_stop_str_in_output, skips_special=options.skip_special_tokens,
         timeout=_timeout(options.timeout), on_weight_change=options.on_weight_change,
     )
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise TypeError naming the first that is not True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: expected True or False")
+
+
+def check_weight_change(on_weight_change: Any) -> None:
+    """Raise ValueError for what is neither None nor one of `ON_WEIGHT_CHANGE`."""
+    if on_weight_change is not None and on_weight_change not in ON_WEIGHT_CHANGE:
+        raise ValueError(f"on_weight_change={on_weight_change!r:.80}: expected None or one of {ON_WEIGHT_CHANGE}")
 
 
 def scoring_only(settings: RequestSettings) -> RequestSettings:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from hf_paged.config import ON_WEIGHT_CHANGE
 from hf_paged.errors import Reason, UnsupportedOptionError
 from hf_paged.options.arguments import described
 from hf_paged.options.logits_options import decay_overflows, edits_from_config
 from hf_paged.options.option_values import FLOAT32
 from hf_paged.options.patched_options import patched_option
-from hf_paged.options.structured import Structured
+from hf_paged.options.request_options import RequestSettings
 from hf_paged.options.table import ARGUMENT, DRAWS, INERT, LOCKSTEP, NATIVE, OPTIONS, names, option_of
 from hf_paged.sampling.edit_reference import NEUTRAL, Edits
-from hf_paged.sampling.table import Drawing
 
 # For one look-up a field: what never decides, and every neutral value under its own type.
 _UNASKED = frozenset(names(NATIVE, INERT))
@@ -28,31 +26,6 @@ _UNASKED_WITH_A_DICT = _UNASKED | {"return_dict_in_generate"}
 _UNASKED_WITHOUT_A_DICT = _UNASKED | {option.name for option in OPTIONS.values() if option.shapes_result}
 _NEUTRAL = frozenset((option.name, type(value), value) for option in OPTIONS.values() for value in option.neutral)
 _HASHABLE = (bool, int, float, str)
-
-
-@dataclass(frozen=True)
-class RequestSettings(Drawing):
-    """What the scheduler and the sampler know of one request."""
-
-    max_new_tokens: int
-    min_new_tokens: int = 0
-    eos_token_ids: tuple[int, ...] = ()
-    edits: Edits = NEUTRAL
-    stop_strings: tuple[str, ...] = ()
-    max_time: float | None = None  # seconds from the start of the call
-    logprobs: str | None = None  # one of `LOGPROBS`
-    top_logprobs: int | None = None  # of the likeliest tokens besides; None: not even a dict of the drawn one
-    prompt_logprobs: bool = False
-    prompt_top_logprobs: int | None = None
-    stop_token_ids: tuple[int, ...] = ()  # end it as "stop", and not as "eos"
-    keeps_stop: bool = True  # in the text
-    skips_special: bool = True
-    timeout: float | None = None  # seconds from when it was queued
-    on_weight_change: str | None = None  # as in `PagedConfig`; None: what that says
-    cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
-    adapter_name: str | None = None  # the LoRA adapter to apply alone; None: those that are active in the model
-    structured: Structured | None = None  # the form that the output has to have
-    draft_tokens: int = 0  # guesses that a step may confirm
 
 
 AS_ARGUMENT = "Give it as an argument of `PagedGenerator.generate` or `Engine.add_request`; stock generate ignores it."
@@ -194,19 +167,6 @@ def _is_encodable(value: Any) -> bool:
     if isinstance(value, int):
         return -(2**31) <= value < 2**31
     return not isinstance(value, tuple) or all(map(_is_encodable, value))
-
-
-def check_flags(**flags: Any) -> None:
-    """Raise TypeError naming the first that is not True or False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r}: expected True or False")
-
-
-def check_weight_change(on_weight_change: Any) -> None:
-    """Raise ValueError for what is neither None nor one of `ON_WEIGHT_CHANGE`."""
-    if on_weight_change is not None and on_weight_change not in ON_WEIGHT_CHANGE:
-        raise ValueError(f"on_weight_change={on_weight_change!r:.80}: expected None or one of {ON_WEIGHT_CHANGE}")
 
 
 def token_id_tuple(value: Any) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -145,6 +146,24 @@ def test_calls_with_equal_settings_merge_once_whatever_becomes_of_their_lists(mo
     assert reader(model, {"max_new_tokens": 4, "eos_token_id": eos}, cache)(None).eos_token_id == [5, 6]
     model.generation_config.temperature = 0.3
     assert reader(model, {"max_new_tokens": 4, "eos_token_id": [5]}, cache)(None).temperature == 0.3
+
+
+class Mute:
+    """A value whose text says nothing of it."""
+
+    def __repr__(self):
+        return "Mute()"
+
+
+def test_values_whose_texts_are_alike_are_not_taken_for_one_another(model):
+    cache, values = MergeCache(), [Mute(), [Mute()], (1, [Mute()])]
+    for value in [*values, *map(copy.deepcopy, values)]:
+        config = GenerationConfig(max_new_tokens=3)
+        config.of_my_own = value
+        merged = cache(model, config, {}, call_key(model, {})).config
+        again = GenerationConfig(max_new_tokens=3)
+        again.of_my_own = copy.deepcopy(value)
+        assert cache(model, again, {}, call_key(model, {})).first is not merged
 
 
 def test_a_merge_that_is_not_transformers_own_is_asked_every_time(monkeypatch):
