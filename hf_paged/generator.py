@@ -6,7 +6,6 @@ import os
 import reprlib
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import chain
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from typing_extensions import Unpack
 
 from hf_paged.config import PagedConfig, require_int
 from hf_paged.engine.driver import Driver
@@ -33,6 +33,7 @@ from hf_paged.integration.progress import Progress
 from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, one_per_prompt, wanted
 from hf_paged.observe.registry import metrics_of
 from hf_paged.options.arguments import base_seed, merge_config, salt_digest
+from hf_paged.options.keywords import CallKeywords, GenerateKeywords, StreamKeywords, with_keywords
 from hf_paged.options.prompts import check_tokenizer
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.parallel.launch import Workers
@@ -145,19 +146,9 @@ class PagedGenerator:
 
     # -- generation -------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Any = None, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
-                 use_tqdm: bool | None = None, logprobs: Any = False, top_logprobs: Any = None,
-                 prompt_logprobs: Any = False, presence_penalty: float | SequenceOf[float] = 0.0,
-                 frequency_penalty: float | SequenceOf[float] = 0.0, stop_token_ids: Any = None,
-                 include_stop_str_in_output: bool | SequenceOf[bool] = True,
-                 skip_special_tokens: bool | SequenceOf[bool] = True,
-                 best_of: int | SequenceOf[int | None] | None = None, priority: int | SequenceOf[int] = 0,
-                 timeout: float | SequenceOf[float | None] | None = None,
-                 cache_salt: str | SequenceOf[str | None] | None = None,
-                 adapter_names: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
-                 chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
-                 structured: dict[str, Any] | SequenceOf[dict[str, Any] | None] | None = None,
-                 request_ids: str | SequenceOf[str | None] | None = None, **generate_kwargs: Any) -> Any:
+    @with_keywords(CallKeywords, others="generate_kwargs")
+    def generate(self, prompts: Any = None, generation_config: Any = None, *, use_tqdm: bool | None = None,
+                 **keywords: Unpack[GenerateKeywords]) -> Any:
         """Complete every prompt.
 
         Args:
@@ -168,32 +159,9 @@ class PagedGenerator:
                 `Engine.add_request`). Or none, and tensors ``input_ids=``, ``attention_mask=`` as for `model.generate`.
             generation_config: one for all, or one per prompt. Merged as in stock generate: ``generate_kwargs`` over
                 it over `model.generation_config`.
-            seed: of the random numbers; one for the call, or one per prompt. None: the config's, else drawn from
-                torch's default generator.
             use_tqdm: show a bar over the new tokens, in which requests that have not ended count with their limits.
                 None: once the call has taken a second. Not for tensors.
-            logprobs, top_logprobs, prompt_logprobs, presence_penalty, frequency_penalty, stop_token_ids,
-                include_stop_str_in_output, skip_special_tokens, timeout, priority: as of `Engine.add_request`; one for
-                the call, or a list with one per prompt (of ``stop_token_ids`` a list of lists). Not for tensors.
-                ``max_new_tokens=0`` with ``prompt_logprobs`` generates nothing.
-            best_of: of this many completions of a prompt, the ``num_return_sequences`` best are returned, best first:
-                those of the largest `Completion.cumulative_logprob`. It fills in their ``logprobs``, and wants
-                ``do_sample=True``. One for the call, or one per prompt; not for tensors.
-            cache_salt: one for the call, or one per prompt. Cached prefixes are shared among prompts of the same salt
-                alone (None: those without one), in this and in other calls.
-            adapter_names: of the LoRA adapter that a prompt runs with, or "__base__" for none at all: one for the call,
-                or one per prompt. None: those that are active in the model. A prompt whose adapter the model loses
-                before its end, or whose model merges adapters, ends with ``finish_reason="error"``.
-            on_error: what becomes of a prompt that cannot run (too long, empty, ids outside the vocabulary, refused by
-                the chat template, with settings of its own that are wrong). "raise": an error that names its index, and
-                nothing runs. "complete": its completions (each of ``num_return_sequences``) end with
-                ``finish_reason="error"`` and the message in `Completion.error`; the others run.
-            chat_template_kwargs: keywords of ``tokenizer.apply_chat_template`` for prompts that are chats, whatever
-                their names; they win over those in ``generate_kwargs``. What the template does not read is refused.
-            on_weight_change: in place of the config's, for this call; not for tensors.
-            structured: the form that the output has to have, one for the call or one per prompt (see
-                `Engine.add_request` and docs/structured.md).
-            request_ids: by which `cancel` finds a prompt while the call runs; one per prompt, none of them in use.
+            **keywords: those of `CallKeywords`.
             **generate_kwargs: fields of a `GenerationConfig`; besides, for prompts that are chats, parameters of
                 `apply_chat_template` (``tools``, ``documents``, ``chat_template``, ``continue_final_message``,
                 ``add_generation_prompt``: True unless a message is continued) and variables that the chat template
@@ -211,21 +179,11 @@ class PagedGenerator:
             UnsupportedOptionError: an option that the paged engine does not carry out; `model.generate` does.
             UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes).
         """
-        call = Call.of(
-            prompts, generation_config, seed=seed, logprobs=logprobs, top_logprobs=top_logprobs,
-            prompt_logprobs=prompt_logprobs, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-            stop_token_ids=stop_token_ids, include_stop_str_in_output=include_stop_str_in_output,
-            skip_special_tokens=skip_special_tokens, best_of=best_of, priority=priority, timeout=timeout,
-            cache_salt=cache_salt, adapter_names=adapter_names, on_error=on_error, on_weight_change=on_weight_change,
-            chat_template_kwargs=chat_template_kwargs, request_ids=request_ids, structured=structured,
-            **generate_kwargs,
-        )
-        if "input_ids" in generate_kwargs or isinstance(prompts, torch.Tensor):
+        call = Call.of(prompts, generation_config, **keywords)
+        if "input_ids" in call.keywords or isinstance(prompts, torch.Tensor):
             call.check_for_tensors(self.engine.num_logits)
-            with call_salt(salt_digest(cache_salt)):
-                if structured is not None:
-                    generate_kwargs = {"tokenizer": self.tokenizer, **generate_kwargs, "structured": structured}
-                made = self._generate_tensor(prompts, generation_config, seed, adapter_names, generate_kwargs)
+            with call_salt(salt_digest(call.cache_salt)):
+                made = self._generate_tensor(call)
             return None if self._only_follows else made
         with Progress(self.engine, False if self._only_follows else use_tqdm) as progress:
             return self._complete(call, self._maker.make(call), progress)
@@ -235,18 +193,9 @@ class PagedGenerator:
         """One of several ranks that run the same script, and not the one that returns results."""
         return self.engine.group.rank > 0
 
-    def stream(self, prompts: Any, generation_config: Any = None, *, seed: int | SequenceOf[int] | None = None,
-               logprobs: Any = False, top_logprobs: Any = None, prompt_logprobs: Any = False,
-               presence_penalty: float | SequenceOf[float] = 0.0, frequency_penalty: float | SequenceOf[float] = 0.0,
-               stop_token_ids: Any = None, include_stop_str_in_output: bool | SequenceOf[bool] = True,
-               skip_special_tokens: bool | SequenceOf[bool] = True, priority: int | SequenceOf[int] = 0,
-               timeout: float | SequenceOf[float | None] | None = None,
-               cache_salt: str | SequenceOf[str | None] | None = None,
-               adapter_names: str | SequenceOf[str | None] | None = None, on_error: str = "raise",
-               chat_template_kwargs: dict[str, Any] | None = None, on_weight_change: str | None = None,
-               structured: dict[str, Any] | SequenceOf[dict[str, Any] | None] | None = None,
-               request_ids: str | SequenceOf[str | None] | None = None,
-               **generate_kwargs: Any) -> Iterator[tuple[int, StepOutput]]:
+    @with_keywords(StreamKeywords, others="generate_kwargs")
+    def stream(self, prompts: Any, generation_config: Any = None,
+               **keywords: Unpack[GenerateKeywords]) -> Iterator[tuple[int, StepOutput]]:
         """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come, of which none competes
         with others (``best_of``).
 
@@ -254,15 +203,7 @@ class PagedGenerator:
         what is still running. A prompt that cannot run has one output with ``on_error="complete"``, which comes first
         and whose `request_id` is empty.
         """
-        call = Call.of(
-            prompts, generation_config, seed=seed, logprobs=logprobs, top_logprobs=top_logprobs,
-            prompt_logprobs=prompt_logprobs, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-            stop_token_ids=stop_token_ids, include_stop_str_in_output=include_stop_str_in_output,
-            skip_special_tokens=skip_special_tokens, priority=priority, timeout=timeout, cache_salt=cache_salt,
-            adapter_names=adapter_names, on_error=on_error, on_weight_change=on_weight_change,
-            chat_template_kwargs=chat_template_kwargs, request_ids=request_ids, structured=structured,
-            **generate_kwargs,
-        )
+        call = Call.of(prompts, generation_config, **keywords)
         call.check_for_stream()
         asked = self._maker.make(call)
 
@@ -276,7 +217,8 @@ class PagedGenerator:
 
         return outputs()
 
-    async def agenerate(self, prompts: Any, generation_config: Any = None, **kwargs: Any) -> list[Completion]:
+    async def agenerate(self, prompts: Any, generation_config: Any = None,
+                        **kwargs: Unpack[GenerateKeywords]) -> list[Completion]:
         """`generate`, awaited: other tasks of the event loop go on, and tasks that wait at once share steps.
 
         Cancelling the task ends its requests before the next step. May be called from several event loops, in several
@@ -292,7 +234,7 @@ class PagedGenerator:
         return await self._async_calls.completions(Call.of(prompts, generation_config, **kwargs))
 
     def astream(self, prompts: Any, generation_config: Any = None,
-                **kwargs: Any) -> AsyncIterator[tuple[int, StepOutput]]:
+                **kwargs: Unpack[GenerateKeywords]) -> AsyncIterator[tuple[int, StepOutput]]:
         """`stream`, for ``async for``; see `agenerate`. Arguments are checked when the first item is asked for.
 
         What still runs ends with the task that waits for an item, or when the iterator is closed: ``async with
@@ -413,8 +355,10 @@ class PagedGenerator:
         while session.unfinished():
             yield [(index[output.request_id], output) for output in self.engine.advance([session])[0]]
 
-    def _generate_tensor(self, prompts: Any, generation_config: Any, seed: Any, adapter_names: Any,
-                         kwargs: dict[str, Any]) -> torch.Tensor:
+    def _generate_tensor(self, call: Call) -> torch.Tensor:
+        prompts, generation_config, kwargs, seed = call.prompts, call.generation_config, call.keywords, call.seed
+        if call.structured is not None:
+            kwargs = {"tokenizer": self.tokenizer, **kwargs, "structured": call.structured}
         if isinstance(prompts, torch.Tensor):
             kwargs = {"input_ids": prompts, **kwargs}
         elif prompts is not None:
@@ -425,15 +369,15 @@ class PagedGenerator:
             raise TypeError(f"input_ids: expected a tensor [batch, length], got {found}")
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             raise TypeError("generation_config: expected one GenerationConfig for tensors")
-        call = partial(self.model.generate, generation_config=generation_config, **kwargs)
-        with self._named(adapter_names, len(input_ids), generation_config, kwargs):
+        generate = partial(self.model.generate, generation_config=generation_config, **kwargs)
+        with self._named(call.adapter_names, len(input_ids), generation_config, kwargs):
             if seed is None:
-                return call()
+                return generate()
             seed, device = self._base_seed(seed), self._causal_lm.device
             # For the engine, and in torch's generators for a call that goes to stock.
             with call_seed(seed), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
-                return call()
+                return generate()
 
     def _named(self, names: Any, count: int, config: Any, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """In here `model.generate` of ``count`` prompts gives each the adapter of its name."""

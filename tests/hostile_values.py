@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_paged.options.settings import NATIVE
+from hf_paged.options import table
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 VALUES: list[Any] = [
@@ -30,4 +30,4 @@ def values_of(field: str) -> list[Any]:
     """The values for one of `FIELDS`."""
     if field in SIZES:
         return [value for value in FEW if value != 2**70]
-    return VALUES if field in NATIVE else FEW
+    return VALUES if field in table.names(table.NATIVE) else FEW

@@ -43,13 +43,28 @@ def parts() -> Iterator[tuple[str, list[Any]]]:
 
 
 def signature(function: Any) -> str:
-    """As the source has it, but for decorators and `self`."""
+    """As the source has it, but for decorators and `self`; with the keywords that `with_keywords` shows."""
+    if hasattr(function, "__signature__"):
+        return shown(function.__signature__)
     node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     if node.args.args and node.args.args[0].arg in ("self", "cls"):
         del node.args.args[0]
     result = "" if node.returns is None or function.__name__ == "__init__" else f" -> {ast.unparse(node.returns)}"
     return f"({ast.unparse(node.args)}){result}"
+
+
+def shown(given: inspect.Signature) -> str:
+    """A signature whose annotations are texts, without `self`."""
+    parts, is_open = [], True
+    for one in [*given.parameters.values()][1:]:
+        if one.kind is one.KEYWORD_ONLY and is_open:
+            parts.append("*")
+            is_open = False
+        name = f"**{one.name}" if one.kind is one.VAR_KEYWORD else one.name
+        default = "" if one.default is one.empty else f"={one.default!r}"
+        parts.append(f"{name}: {one.annotation}{default}")
+    return f"({', '.join(parts)}) -> {given.return_annotation}"
 
 
 def text_of(thing: Any) -> str:

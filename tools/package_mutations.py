@@ -152,6 +152,10 @@ INTEGRATION = [
                     "        lengths[0].max_length", GIVEN_TESTS, "two and lengths"),
     PackageMutation(PIECES, "        made = made | {\"prompt_ignore_length\": None}\n", "        pass\n", GIVEN_TESTS,
                     "RepetitionPenalty and ragged"),
+    PackageMutation("options/table.py", "is_active=lambda value: value < 1.0, draws", "draws", "options/test_table.py",
+                    "switches_an_option_off"),
+    PackageMutation("options/table.py", "if option.only_sampling and not config.do_sample:", "if False:",
+                    "options/test_table.py", "greedy"),
     PackageMutation(GIVEN, "and not _commute(first, second)", "and False", GIVEN_TESTS, "left_to_stocks_loop"),
     PackageMutation(GIVEN, "and all(map(math.isfinite, other.sequence_bias.values()))", "", GIVEN_TESTS, "infinite"),
     PackageMutation(GIVEN, "return max(config.min_new_tokens or 0, (config.min_length or 0) - width, 0)",
@@ -928,7 +932,7 @@ AWAITED = [
 ]
 
 OPTIONS, TOPS, ENDINGS = "engine/test_request_options.py", "sampling/top_log_probs.py", "engine/text.py"
-SHARED = "options/test_settings_reader.py"
+SHARED, KEYWORDS_TESTS = "options/test_settings_reader.py", "options/test_keywords.py"
 
 ASKED_OF_REQUESTS = [  # besides a GenerationConfig
     PackageMutation("sampling/edit_reference.py", "scores - counts * each - once", "scores - counts * (each + once)",
@@ -945,15 +949,23 @@ ASKED_OF_REQUESTS = [  # besides a GenerationConfig
                     OPTIONS, "best_of_the_candidates"),
     PackageMutation("options/request_options.py", "timeout=_timeout(options.timeout)", "timeout=None", OPTIONS,
                     "hands_an_option"),
-    PackageMutation("options/request_options.py", "prompt_length if reads_prompt_length(merged) else None", "None",
+    PackageMutation("options/read.py", "prompt_length if reads_prompt_length(merged) else None", "None",
                     SHARED, "prompts_length"),
-    PackageMutation("options/request_options.py", ", id(options)\n", "\n", SHARED, "options_and_lengths"),
-    PackageMutation("options/request_options.py", "replace(settings, max_new_tokens=merged.max_new_tokens)", "settings",
+    PackageMutation("options/read.py", ", id(options)\n", "\n", SHARED, "options_and_lengths"),
+    PackageMutation("options/read.py", "replace(settings, max_new_tokens=merged.max_new_tokens)", "settings",
                     SHARED, "options_and_lengths"),
-    PackageMutation("options/request_options.py", " if merged.exponential_decay_length_penalty is None else merged", "",
+    PackageMutation("options/read.py", " if merged.exponential_decay_length_penalty is None else merged", "",
                     SHARED, "length_penalty"),
     PackageMutation("options/settings.py", "(type(least) is not int or least > 0)", "False", SHARED, "prompts_length"),
-    PackageMutation("options/arguments.py", "            self._first[id(merged)] = first\n", "", SHARED, "read_once"),
+    PackageMutation("options/keywords.py", "if name not in keywords.__annotations__:", "if False:", KEYWORDS_TESTS,
+                    "unknown_keyword"),
+    PackageMutation("options/keywords.py", "default=DEFAULTS.get(name), ", "", KEYWORDS_TESTS, "with_its_default"),
+    PackageMutation("options/read.py", "return Merge(merged, first)", "return Merge(merged, merged)", SHARED,
+                    "read_once"),
+    PackageMutation("options/read.py", "all(map(_is_plain, value))", "True", "options/test_arguments.py",
+                    "texts_are_alike"),
+    PackageMutation("options/read.py", "copy.deepcopy(kwargs))", "kwargs)", "options/test_arguments.py",
+                    "becomes_of_their_lists"),
     PackageMutation("options/arguments.py", "(map(type, prompt), int) == len(prompt)", "(map(type, prompt), int) > 0",
                     "options/test_arguments.py", "in_one_go"),
     PackageMutation(TOPS, "kept = filtered.where(rows.filtered[:, None], scaled)", "kept = scaled",

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from typing_extensions import Unpack
 
 from hf_paged import at_fork
 from hf_paged.attention.registry import check_backend
@@ -56,11 +57,19 @@ from hf_paged.kernels.weights_checksum import begin_early
 from hf_paged.models import KVSpec, ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, subclass_reason, unsupported_reason
 from hf_paged.models.replica import Replica
-from hf_paged.options.arguments import RecentMerges, base_seed, salt_digest, token_id_lists, token_ids
+from hf_paged.options.arguments import base_seed, salt_digest, token_id_lists, token_ids
 from hf_paged.options.continued import Made, split_output
+from hf_paged.options.keywords import EngineKeywords, check_keywords, with_keywords
 from hf_paged.options.prompts import prompt_ids
-from hf_paged.options.request_options import RequestOptions, check_priority, scoring_only, settings_with
-from hf_paged.options.settings import RequestSettings, settings_from_config
+from hf_paged.options.read import MergeCache, call_key
+from hf_paged.options.request_options import (
+    RequestOptions,
+    RequestSettings,
+    check_priority,
+    scoring_only,
+    settings_with,
+)
+from hf_paged.options.settings import settings_from_config
 from hf_paged.options.structured import Structured, read_structured
 from hf_paged.outputs import EngineStats, StepOutput
 from hf_paged.parallel.adapters import add_adapter, has_adapter, read_adapter, remove_adapter
@@ -167,7 +176,7 @@ class Engine:
         self._stop_strings: CachedStopStrings | None = None  # the last one: calls ask for one over and over
         self._deferred: list[Callable[[], None]] = []  # what must wait for the end of a step
         self._at_end_of_batches: list[Callable[[], None]] = []  # and of all calls in lockstep
-        self._merged = RecentMerges()
+        self._merges = MergeCache()
         # `add_request` looks at the model once between two steps, and the next step for all that came before it.
         self._has_looked = False
         self._arrived: list[str] = []
@@ -176,14 +185,9 @@ class Engine:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None, *,
-                    request_id: str | None = None, priority: int = 0, seed: int | None = None,
-                    logprobs: bool | int | str = False, top_logprobs: int | None = None,
-                    prompt_logprobs: bool | int = False, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-                    stop_token_ids: Sequence[int] | None = None, include_stop_str_in_output: bool = True,
-                    skip_special_tokens: bool = True, timeout: float | None = None, max_new_tokens: int | None = None,
-                    cache_salt: str | None = None, adapter_name: str | None = None,
-                    on_weight_change: str | None = None, structured: dict[str, Any] | None = None) -> str:
+    @with_keywords(EngineKeywords)
+    def add_request(self, prompt_token_ids: Any, generation_config: GenerationConfig | None = None,
+                    **keywords: Unpack[EngineKeywords]) -> str:
         """Queue a request; `step` returns its tokens.
 
         Args:
@@ -192,35 +196,7 @@ class Engine:
                 made counts as generated, in every setting and in the new completion. A completion draws on with its
                 own seed, whatever ``seed`` says. One that had reached its end has it at once.
             generation_config: None: `model.generation_config`. Unset fields take the model's and then stock's values.
-            request_id: None: one is made. Must not be in use.
-            priority: lower runs earlier; equal ones in order of arrival.
-            seed: of this request's random numbers, in [0, 2**63). None: the config's `seed`, else drawn from torch's
-                default generator.
-            logprobs: fill in this field of the `Completion`. "processed", or True: log p of each token under the
-                distribution that it was drawn from, behind all logits processors (temperature, filters, penalties).
-                "raw": from the model's logits as they are. An integer k in [0, 128]: "processed" with
-                ``top_logprobs=k``.
-            top_logprobs: fill in this field of the `Completion` with this many of the likeliest tokens, in [0, 128], of
-                the kind that ``logprobs`` says, which has to be asked for.
-            prompt_logprobs: fill in this field. A prompt that is scored is computed as a whole: it fills the prefix
-                cache and does not read it. An integer k in [0, 128]: ``prompt_top_logprobs`` with the k likeliest, too.
-            presence_penalty, frequency_penalty: in [-2, 2], as OpenAI and vLLM define them: before temperature, the
-                score of each token that was generated so far loses the first once, and the second as often as it was.
-            stop_token_ids: tokens that end the request as ``finish_reason="stop"``; barred by a least length like EOS.
-            include_stop_str_in_output: False: `Completion.text` leaves out what ended it (a stop string and all behind
-                it, a stop token, EOS). `token_ids` hold it in any case.
-            skip_special_tokens: in `Completion.text`.
-            timeout: seconds from now after which the request ends with ``finish_reason="timeout"``, before the next
-                step, whether it has a token or not.
-            max_new_tokens: in place of the config's. 0: nothing is generated, with ``prompt_logprobs`` alone.
-            cache_salt: cached prefixes are shared among requests of the same salt alone (None: those without one).
-            adapter_name: of the LoRA adapter that this request runs with, or "__base__" for none at all. None: those
-                that are active in the model. Where the model loses the adapter before the end, or merges adapters, the
-                request ends with ``finish_reason="error"``.
-            on_weight_change: in place of the config's, for this request.
-            structured: the form that the output has to have (docs/structured.md): a dict with one of ``json_schema``
-                (a dict, a JSON text, True for any JSON, or a pydantic model), ``regex``, ``choice`` (a list of texts)
-                and ``grammar`` (EBNF). Needs a tokenizer and the package xgrammar.
+            **keywords: those of `EngineKeywords`.
 
         Returns:
             The request's id.
@@ -232,6 +208,8 @@ class Engine:
             UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes). Where it
                 changes before the step that takes requests in, these end with ``finish_reason="error"``.
         """
+        check_keywords(EngineKeywords, {**keywords}, "Engine.add_request")
+        max_new_tokens, request_id = keywords.get("max_new_tokens"), keywords.get("request_id")
         self._check_open()
         # Under autocast always: the model may pass without it alone.
         autocast = self.autocast_of_call()
@@ -239,31 +217,31 @@ class Engine:
             self.check_runnable()
         given, before = split_output(prompt_token_ids)
         prompt = self.check_prompt(prompt_ids(given, self.tokenizer, {}) if isinstance(given, dict) else given)
-        merged = self._merged(self._executor.source, generation_config, {})
+        model = self._executor.source
+        merged = self._merges(model, generation_config, {}, call_key(model, {})).config
         if max_new_tokens is not None:
             merged = copy.copy(merged)  # others get it again
             merged.max_new_tokens = 1 if _is_zero(max_new_tokens) else max_new_tokens
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
-        options = RequestOptions(logprobs, top_logprobs, prompt_logprobs, presence_penalty, frequency_penalty,
-                                 stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout,
-                                 on_weight_change)
+        options = RequestOptions.among({**keywords})
         settings = settings_with(settings_from_config(merged, len(prompt), self.num_logits), options, self.num_logits)
         if _is_zero(max_new_tokens):
             settings = scoring_only(settings)
-        if cache_salt is not None:
+        if (cache_salt := keywords.get("cache_salt")) is not None:
             settings = replace(settings, cache_salt=salt_digest(cache_salt))
-        if adapter_name is not None:
+        if (adapter_name := keywords.get("adapter_name")) is not None:
             settings = replace(settings, adapter_name=self.check_adapter(adapter_name))
-        if structured is not None:
+        if (structured := keywords.get("structured")) is not None:
             settings = replace(settings, structured=self.check_structured(structured))
-        priority = check_priority(priority)
+        priority = check_priority(keywords.get("priority", 0))
         if not isinstance(request_id, (str, type(None))):
             raise TypeError(f"request_id={request_id!r}: expected None or a str")
         # Other ranks may not know an enumeration of the user's script.
         request_id = None if request_id is None else str.__str__(request_id)
         before = None if before is None else self.check_made(prompt, before, settings)
-        seed = derive_seed(base_seed(seed, self.config.seed), 0)
+        given_seed: Any = keywords.get("seed")
+        seed = derive_seed(base_seed(given_seed, self.config.seed), 0)
         if before is not None and before.seed is not None:
             seed = before.seed
         new = NewRequest(prompt, settings, seed=seed, priority=priority, request_id=request_id, made=before,

@@ -32,9 +32,7 @@ class RequestMaker:
         settings, prompt_length, made = new.settings, len(new.prompt), new.made
         eos = tuple([t for t in settings.eos_token_ids if 0 <= t < self._executor.vocab_size])  # others never come
         parameters = SlotParameters(
-            do_sample=settings.do_sample, temperature=settings.temperature, top_k=settings.top_k,
-            top_p=settings.top_p, min_p=settings.min_p, seed=new.seed,
-            min_length=prompt_length + settings.min_new_tokens, eos_token_ids=eos,
+            **settings.drawing(), seed=new.seed, min_length=prompt_length + settings.min_new_tokens, eos_token_ids=eos,
             max_length=min(prompt_length + settings.max_new_tokens, self._pool.max_model_len),
             prompt_length=prompt_length, edits=settings.edits, adapter=settings.adapter_name,
             stop_token_ids=settings.stop_token_ids, with_top=settings.top_logprobs is not None,

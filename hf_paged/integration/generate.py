@@ -34,7 +34,7 @@ from hf_paged.integration.structured_calls import Form, split_forms, tell_eos
 from hf_paged.integration.view import model_of
 from hf_paged.options.arguments import base_seed
 from hf_paged.options.settings import RequestSettings, options_beyond_tokens, settings_from_config, token_id_tuple
-from hf_paged.sampling.edits import Edits
+from hf_paged.sampling.edit_reference import Edits
 from hf_paged.sampling.sampler import derive_seed
 
 

@@ -15,20 +15,21 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.session import NewRequest, copy_ids
 from hf_paged.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_paged.integration.best_of import num_candidates
-from hf_paged.options.arguments import ConfigMerger, RecentMerges, base_seed, num_copies, salt_digest
+from hf_paged.options.arguments import base_seed, num_copies, salt_digest
 from hf_paged.options.chat_keywords import split_keywords, template_parameters
 from hf_paged.options.continued import Made, split_output
+from hf_paged.options.keywords import DEFAULTS, OF_CALL
 from hf_paged.options.notices import Notices
 from hf_paged.options.prompts import prompt_ids, prompt_list
+from hf_paged.options.read import MergeCache, SettingsReader
 from hf_paged.options.request_options import (
     PLAIN,
     RequestOptions,
-    SettingsReader,
+    RequestSettings,
     check_options,
     check_priority,
     scoring_only,
 )
-from hf_paged.options.settings import RequestSettings
 from hf_paged.options.structured import Structured, read_structured
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.sampling.sampler import derive_seed
@@ -53,16 +54,14 @@ class Call:
     chat_template_kwargs: Any
     request_ids: Any
     keywords: dict[str, Any]
-    structured: Any = None
+    structured: Any
 
     @classmethod
-    def of(cls, prompts: Any, generation_config: Any = None, *, seed: Any = None, cache_salt: Any = None,
-           adapter_names: Any = None, priority: Any = 0, best_of: Any = None, on_error: str = "raise",
-           chat_template_kwargs: Any = None, request_ids: Any = None, structured: Any = None, **keywords: Any) -> Call:
+    def of(cls, prompts: Any, generation_config: Any = None, **keywords: Any) -> Call:
         """With the defaults of `PagedGenerator.generate`."""
-        options = {name: keywords.pop(name) for name in RequestOptions._fields if name in keywords}
-        return cls(prompts, generation_config, seed, cache_salt, adapter_names, RequestOptions(**options), priority,
-                   best_of, on_error, chat_template_kwargs, request_ids, keywords, structured)
+        options = RequestOptions.among(keywords)
+        named = {name: keywords.pop(name, DEFAULTS.get(name)) for name in OF_CALL}
+        return cls(prompts, generation_config, options=options, keywords=keywords, **named)
 
     @property
     def scores_only(self) -> bool:
@@ -133,7 +132,7 @@ class RequestMaker:
     def __init__(self, engine: Engine, model: Any) -> None:
         self._engine, self._model = engine, model
         self._notices = Notices()
-        self._recent = RecentMerges()
+        self._merges = MergeCache()
 
     def make(self, call: Call) -> list[Asked]:
         """Every completion of the call, in order.
@@ -164,8 +163,7 @@ class RequestMaker:
         given_keywords = {**call.keywords, "max_new_tokens": 1} if call.scores_only else call.keywords
         template, keywords = split_keywords(given_keywords, call.chat_template_kwargs, prompts, engine.tokenizer,
                                             own_entries)
-        merge = ConfigMerger(model, keywords, self._recent)
-        read = SettingsReader(merge, engine.num_logits)
+        read = SettingsReader(model, keywords, self._merges, engine.num_logits)
         asked: list[Asked] = []
         max_model_len = engine.max_model_len
         for index, ids in enumerate(self._checked(prompts, template)):
@@ -179,9 +177,9 @@ class RequestMaker:
                     raise adapter
                 if isinstance(form := forms[index], Exception):
                     raise form
-                merged = merge(config)
+                merged = read.merged(config)
                 self._notices.look(merged, config, keywords, model.generation_config)
-                settings, wanted = self._settled(ids, merged, call, read, options[index], salts[index], adapter)
+                settings, wanted = self._settled(ids, config, call, read, options[index], salts[index], adapter)
                 self._notices.look_at_length(len(ids), settings.max_new_tokens, max_model_len, config, keywords)
                 copies = wanted if most[index] is None else num_candidates(most[index], wanted, settings)
                 if most[index] is not None and settings.logprobs is None:
@@ -201,7 +199,7 @@ class RequestMaker:
                         raise
                     if config is call.generation_config:  # raises what is wrong whatever the prompt
                         of_all = options[index] if options[index] is call.options else PLAIN
-                        self._settled([0], merge(config), call, read, of_all, None, None)
+                        self._settled([0], config, call, read, of_all, None, None)
                 failed = call.failed(index, error, [] if isinstance(ids, Exception) else ids)
                 asked += [Asked(index, failed)] * _copies_of(config, keywords, model.generation_config)
             else:
@@ -262,17 +260,17 @@ class RequestMaker:
         check = self._engine.check_prompt
         return [f if isinstance(f, Exception) else _attempt(check, f, (TypeError, ValueError)) for f in forms]
 
-    def _settled(self, ids: list[int], merged: GenerationConfig, call: Call, read: SettingsReader,
+    def _settled(self, ids: list[int], config: GenerationConfig | None, call: Call, read: SettingsReader,
                  options: RequestOptions, salt: Any, adapter: Any) -> tuple[RequestSettings, int]:
         """What one prompt runs with, and how many completions of it are wanted."""
-        settings = read(merged, len(ids), options)
+        settings = read.settings(config, len(ids), options)
         if call.scores_only:
             settings = scoring_only(settings)
         if salt is not None:
             settings = replace(settings, cache_salt=salt_digest(salt))
         if adapter is not None:
             settings = replace(settings, adapter_name=adapter)
-        copies = num_copies(merged.num_return_sequences)
+        copies = num_copies(read.merged(config).num_return_sequences)
         if copies > 1 and not settings.do_sample:
             raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")
         self._engine.stop_rule(settings, ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import operator
 import re
@@ -12,13 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig
 
 from hf_paged.config import require_int
-from hf_paged.guards.originals import MERGING
 from hf_paged.vllm_names import SAMPLING
-
-PLAIN = frozenset((int, float, bool, str, type(None)))  # types whose repr tells any two values apart
 
 
 def token_ids(prompt_token_ids: Any, vocab_size: int, name: str = "prompt_token_ids") -> list[int]:
@@ -124,106 +120,6 @@ def _wrong_setting(given: dict[str, Any], error: Exception) -> str:
             kind = documented[1].replace("`", "") if documented else "what GenerationConfig documents"
             return f"{name}={value!r:.200}: expected None or {kind}, got {type(value).__name__} ({found})"
     return f"generation settings {given!r:.200}: expected a GenerationConfig's types ({error})"
-
-
-def _merges_as_stock(model: Any) -> bool:
-    merging = getattr(model._prepare_generation_config, "__func__", None)
-    return merging is GenerationMixin._prepare_generation_config and MERGING.patched() is None
-
-
-class ConfigMerger:
-    """`merge_config` for the configs of one call: those that differ in nothing but ``max_new_tokens`` merge once.
-
-    Stock compares ``max_new_tokens`` with 0 and otherwise hands it through, so a positive one may be put into the
-    result of another; configs that differ in nothing have one result. Where any of the code that says so is not
-    transformers' own, every config is merged by itself.
-    """
-
-    def __init__(self, model: Any, kwargs: dict[str, Any], recent: RecentMerges) -> None:
-        self._model = model
-        self._kwargs = kwargs
-        self._recent = recent
-        self._by_id: dict[int, tuple[GenerationConfig | None, GenerationConfig]] = {}
-        self._alike: dict[tuple, dict[int, GenerationConfig]] = {}  # by all fields but max_new_tokens, then by that
-        self._first: dict[int, GenerationConfig] = {}  # by id of a result that was made of another one, that
-        self._may_share = _merges_as_stock(model) and GenerationConfig.__setattr__ is object.__setattr__
-
-    def __call__(self, config: GenerationConfig | None) -> GenerationConfig:
-        """Raises what `merge_config` raises. The result is to be read only: others may hold values of it."""
-        if id(config) not in self._by_id:
-            self._by_id[id(config)] = config, self._merge(config)  # held, so that no other object gets its id
-        return self._by_id[id(config)][1]
-
-    def _merge(self, config: GenerationConfig | None) -> GenerationConfig:
-        key = self._others(config) if self._may_share else None
-        if key is None:
-            return self._recent(self._model, config, self._kwargs)
-        assert config is not None
-        count = 0 if "max_new_tokens" in self._kwargs else config.max_new_tokens
-        if key not in self._alike:
-            self._alike[key] = {count: self._recent(self._model, config, self._kwargs)}
-        alike = self._alike[key]
-        if count not in alike:
-            first = next(iter(alike.values()))
-            alike[count] = merged = copy.copy(first)
-            merged.max_new_tokens = count
-            self._first[id(merged)] = first
-        return alike[count]
-
-    def first_like(self, merged: GenerationConfig) -> GenerationConfig:
-        """The first of the results that says the same as this one but for a positive ``max_new_tokens``."""
-        return self._first.get(id(merged), merged)
-
-    @staticmethod
-    def _others(config: GenerationConfig | None) -> tuple | None:
-        """All that `config` says besides a positive ``max_new_tokens``, or None where it says something else, too."""
-        others, count = _contents(config, but="max_new_tokens"), getattr(config, "max_new_tokens", None)
-        if others is None or type(count) is not int or count < 1:
-            return None
-        return tuple(vars(config)), others
-
-
-class RecentMerges:
-    """`merge_config` for the configs of calls that come one by one: equal ones merge once.
-
-    A config and the model's own are compared by what they say; where that cannot be told from their fields, or any of
-    the code that merges is not transformers' own, each is merged anew.
-    """
-
-    _MOST = 8
-
-    def __init__(self) -> None:
-        self._recent: dict[tuple, GenerationConfig] = {}
-
-    def __call__(self, model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
-        """Raises what `merge_config` raises. The result is to be read only: later calls get it again."""
-        of_model = model.generation_config
-        contents = "" if config is None else _contents(config), _contents(of_model), _texts(kwargs)
-        if None in contents or not _merges_as_stock(model):
-            return merge_config(model, config, kwargs)
-        key = contents, () if config is None else tuple(vars(config)), tuple(vars(of_model))  # also fields with None
-        if (merged := self._recent.get(key)) is None:
-            merged = merge_config(model, config, copy.deepcopy(kwargs))  # a list may get other items later
-            if len(self._recent) >= self._MOST:
-                self._recent.clear()
-            self._recent[key] = merged
-        return merged
-
-
-def _contents(config: Any, but: str = "") -> str | None:
-    """What a config says, `but` for one field; None where it is of another class, or its values' texts do not tell."""
-    if type(config) is not GenerationConfig:
-        return None
-    return _texts({name: value for name, value in vars(config).items() if value is not None and name != but})
-
-
-def _texts(values: dict[str, Any]) -> str | None:
-    """What these values are, or None where their texts do not tell."""
-    return repr(values) if all(map(_is_plain, values.values())) else None
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in PLAIN or (type(value) is list and all(type(item) in PLAIN for item in value))
 
 
 def salt_digest(cache_salt: Any) -> bytes:

@@ -11,13 +11,9 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerB
 
 from hf_paged.config import OF_LOADING, PagedConfig
 from hf_paged.options.chat_templates import RENDERED, template_source, variables_of
+from hf_paged.options.keywords import CallKeywords, names_of
 from hf_paged.options.prompts import is_chat, is_without_template
-from hf_paged.options.request_options import RequestOptions
 from hf_paged.vllm_names import SAMPLING, unknown_names
-
-# Arguments of `PagedGenerator.generate` that are about a call, besides `RequestOptions`.
-OF_CALL = ("adapter_names", "best_of", "cache_salt", "chat_template_kwargs", "generation_config", "on_error",
-           "priority", "prompts", "request_ids", "seed", "structured")
 
 # Parameters of `apply_chat_template` that decide what it returns: here always the token ids of one chat, as a list.
 OURS = ("tokenize", "return_dict", "return_tensors", "padding", "return_assistant_tokens_mask")
@@ -84,7 +80,8 @@ def _unknown_settings(given: dict[str, Any], accepted: set[str], read: frozenset
         "PagedGenerator.from_pretrained": OF_LOADING, "PagedGenerator.generate": ("use_tqdm",),
         "model.generate, which the enabled model runs": parameters - {"kwargs"},
     }
-    return unknown_names(given, {*accepted, *read, *RequestOptions._fields, *OF_CALL}, SAMPLING, elsewhere,
+    own = {"prompts", "generation_config", *names_of(CallKeywords)}
+    return unknown_names(given, {*accepted, *read, *own}, SAMPLING, elsewhere,
                          "expected fields of a GenerationConfig, parameters of apply_chat_template or variables of "
                          f"the chat template, which refers to {_listed(read)}")
 

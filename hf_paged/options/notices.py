@@ -8,12 +8,11 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_paged.options.logits_options import SAMPLING_ONLY
+from hf_paged.options.table import NATIVE, OPTIONS
 
-# Values of sampling settings that change nothing in sampling either, or, for temperature 0, mean greedy search.
-_NEUTRAL: dict[str, tuple] = {
-    "temperature": (1.0, 0.0), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,), **dict.fromkeys(SAMPLING_ONLY, ()),
-}
+_SAMPLING = tuple(option for option in OPTIONS.values() if option.only_sampling and option.path == NATIVE)
+# Values that give no warning: greedy search by another name, and transformers' default.
+_QUIET = {"temperature": 0.0, "top_k": 50}
 _LENGTHS = ("max_new_tokens", "max_length")
 
 
@@ -58,14 +57,15 @@ class Notices:
 def unused_sampling(config: GenerationConfig | None, keywords: dict[str, Any], of_model: GenerationConfig) -> list[str]:
     """Settings of the call, as "name=value", that only sampling reads, with a value that would change it."""
     unused = []
-    for name, neutral in _NEUTRAL.items():
+    for option in _SAMPLING:
+        name = option.name
         value = keywords.get(name)
         if name not in keywords:
             value = getattr(config, name, None)
             value = None if value == getattr(of_model, name, None) else value  # as taken over from the model
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value in neutral:
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
             continue
-        if SAMPLING_ONLY.get(name, lambda value: True)(value):
+        if option.makes(value) and value not in (*option.neutral, _QUIET.get(name)):
             unused.append(f"{name}={value!r:.40}")
     return unused
 

@@ -1,21 +1,16 @@
-"""What a caller may ask of one request besides a `GenerationConfig`, by the names of `PagedGenerator.generate`."""
+"""What one request asks for: the settings that the engine gets, and the options besides a `GenerationConfig`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from transformers import GenerationConfig
-
-from hf_paged.options.arguments import ConfigMerger, token_ids
-from hf_paged.options.settings import (
-    RequestSettings,
-    check_flags,
-    check_weight_change,
-    reads_prompt_length,
-    settings_from_config,
-)
+from hf_paged.config import ON_WEIGHT_CHANGE
+from hf_paged.options.arguments import token_ids
+from hf_paged.options.structured import Structured
+from hf_paged.sampling.edit_reference import NEUTRAL, Edits
+from hf_paged.sampling.table import Drawing
 from hf_paged.sampling.token_log_probs import LOGPROBS, PROCESSED
 from hf_paged.sampling.top_log_probs import MOST_TOP
 
@@ -36,6 +31,11 @@ class RequestOptions(NamedTuple):
     skip_special_tokens: Any = True
     timeout: Any = None
     on_weight_change: Any = None
+
+    @classmethod
+    def among(cls, keywords: dict[str, Any]) -> RequestOptions:
+        """Those among a call's keywords, which are taken out."""
+        return cls(**{name: keywords.pop(name) for name in cls._fields if name in keywords})
 
     @property
     def is_plain(self) -> bool:
@@ -67,6 +67,31 @@ PLAIN = RequestOptions()
 
 def _is_same(value: Any, plain: Any) -> bool:
     return value is plain or (type(value) is type(plain) and bool(value == plain))
+
+
+@dataclass(frozen=True)
+class RequestSettings(Drawing):
+    """What the scheduler and the sampler know of one request."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    edits: Edits = NEUTRAL
+    stop_strings: tuple[str, ...] = ()
+    max_time: float | None = None  # seconds from the start of the call
+    logprobs: str | None = None  # one of `LOGPROBS`
+    top_logprobs: int | None = None  # of the likeliest tokens besides; None: not even a dict of the drawn one
+    prompt_logprobs: bool = False
+    prompt_top_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()  # end it as "stop", and not as "eos"
+    keeps_stop: bool = True  # in the text
+    skips_special: bool = True
+    timeout: float | None = None  # seconds from when it was queued
+    on_weight_change: str | None = None  # as in `PagedConfig`; None: what that says
+    cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
+    adapter_name: str | None = None  # the LoRA adapter to apply alone; None: those that are active in the model
+    structured: Structured | None = None  # the form that the output has to have
+    draft_tokens: int = 0  # guesses that a step may confirm
 
 
 def check_options(options: RequestOptions, vocab_size: int) -> None:
@@ -114,31 +139,17 @@ def settings_with(settings: RequestSettings, options: RequestOptions, vocab_size
     )
 
 
-class SettingsReader:
-    """`settings_from_config` and `settings_with` for the prompts of one call; what several have alike is read once.
+def check_flags(**flags: Any) -> None:
+    """Raise TypeError naming the first that is not True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: expected True or False")
 
-    Args:
-        merge: of the call.
-        vocab_size: as of `settings_with`.
-    """
 
-    def __init__(self, merge: ConfigMerger, vocab_size: int) -> None:
-        self._merge, self._vocab_size = merge, vocab_size
-        self._read: dict[tuple, tuple[RequestSettings, GenerationConfig, RequestOptions]] = {}
-
-    def __call__(self, merged: GenerationConfig, prompt_length: int, options: RequestOptions) -> RequestSettings:
-        """Raises what they raise. ``merged``: what `merge` returned."""
-        # A length penalty is checked for the number of new tokens, too.
-        first = self._merge.first_like(merged) if merged.exponential_decay_length_penalty is None else merged
-        key = id(first), prompt_length if reads_prompt_length(merged) else None, id(options)
-        if key not in self._read:
-            settings = settings_from_config(merged, prompt_length, self._vocab_size)
-            # The options are held, so that no others get their id.
-            self._read[key] = settings_with(settings, options, self._vocab_size), merged, options
-        settings, of, _ = self._read[key]
-        if merged.max_new_tokens == of.max_new_tokens:
-            return settings
-        return replace(settings, max_new_tokens=merged.max_new_tokens)
+def check_weight_change(on_weight_change: Any) -> None:
+    """Raise ValueError for what is neither None nor one of `ON_WEIGHT_CHANGE`."""
+    if on_weight_change is not None and on_weight_change not in ON_WEIGHT_CHANGE:
+        raise ValueError(f"on_weight_change={on_weight_change!r:.80}: expected None or one of {ON_WEIGHT_CHANGE}")
 
 
 def scoring_only(settings: RequestSettings) -> RequestSettings:

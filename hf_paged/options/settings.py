@@ -1,151 +1,33 @@
-"""From a transformers `GenerationConfig` to what one request of the engine needs, and what it cannot do natively.
-
-`NATIVE`, `INERT` and `FALLBACK` are the single source of both decisions and of the table in docs/options.md.
-"""
+"""From a transformers `GenerationConfig` to what one request of the engine needs, and what it cannot do natively."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from hf_paged.config import ON_WEIGHT_CHANGE
 from hf_paged.errors import Reason, UnsupportedOptionError
 from hf_paged.options.arguments import described
-from hf_paged.options.logits_options import GREEDY_TOO, SAMPLING_ONLY, decay_overflows, edits_from_config
+from hf_paged.options.logits_options import decay_overflows, edits_from_config
+from hf_paged.options.option_values import FLOAT32
 from hf_paged.options.patched_options import patched_option
-from hf_paged.options.structured import Structured
-from hf_paged.sampling.edits import NEUTRAL, Edits
-
-# Options that the engine carries out itself.
-NATIVE = (
-    "max_length",
-    "max_new_tokens",
-    "min_length",
-    "min_new_tokens",
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "eos_token_id",
-    "pad_token_id",
-    "num_return_sequences",
-    "prompt_lookup_num_tokens",
-    "max_time",
-    "stop_strings",
-    *GREEDY_TOO,
-    *SAMPLING_ONLY,
-)
-
-# Options that change nothing in greedy search or sampling, whatever their value.
-INERT = (
-    "bos_token_id",
-    "decoder_start_token_id",
-    "early_stopping",
-    "length_penalty",
-    "low_memory",
-    "max_cache_len",
-    "cache_config",
-    "disable_compile",
-    "continuous_batching_config",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "max_matching_ngram_size",
-    "assistant_lookbehind",
-    "target_lookbehind",
-    "assistant_ensemble_weight",
-    "speculation_type",
-    "transformers_version",
-)
-
-# Options with the values that leave the output alone; any other value needs stock generate.
-FALLBACK: dict[str, tuple] = {
-    "use_cache": (None, True, False),  # the engine has a cache in any case; the tokens are the same
-    "cache_implementation": (None, "dynamic"),
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "diversity_penalty": (None, 0.0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "guidance_scale": (None, 1, 1.0),
-    "token_healing": (None, False),
-    "use_mtp": (None, False),
-    "is_assistant": (None, False),
-    "return_dict_in_generate": (None, False),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-}
-
-# Options of `FALLBACK`, or unknown to it, that stock's decoding loop carries out over the engine's forwards (lockstep):
-# they become logits processors, stopping criteria, scores or beams.
-LOCKSTEP = (
-    "num_beams",
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-    "top_h",
-    "guidance_scale",
-    "watermarking_config",
-    "return_dict_in_generate",
-    "output_scores",
-    "output_logits",
-)
-
-# Options of `FALLBACK` that shape what `model.generate` returns and make no tokens. There the first is native unless
-# one of the others asks for more; without the first these ask for nothing.
-OF_THE_RESULT = ("return_dict_in_generate", "output_scores", "output_logits")
+from hf_paged.options.request_options import RequestSettings
+from hf_paged.options.table import ARGUMENT, DRAWS, INERT, LOCKSTEP, NATIVE, OPTIONS, names, option_of
+from hf_paged.sampling.edit_reference import NEUTRAL, Edits
 
 # For one look-up a field: what never decides, and every neutral value under its own type.
-_UNASKED = frozenset(NATIVE + INERT)
-_UNASKED_IN_LOCKSTEP = frozenset(NATIVE + INERT + LOCKSTEP)
+_UNASKED = frozenset(names(NATIVE, INERT))
+_UNASKED_IN_LOCKSTEP = _UNASKED | {*names(LOCKSTEP)}
 _UNASKED_WITH_A_DICT = _UNASKED | {"return_dict_in_generate"}
-_UNASKED_WITHOUT_A_DICT = _UNASKED | set(OF_THE_RESULT)
-_NEUTRAL = frozenset((name, type(value), value) for name, values in FALLBACK.items() for value in values)
+_UNASKED_WITHOUT_A_DICT = _UNASKED | {option.name for option in OPTIONS.values() if option.shapes_result}
+_NEUTRAL = frozenset((option.name, type(value), value) for option in OPTIONS.values() for value in option.neutral)
 _HASHABLE = (bool, int, float, str)
 
-FLOAT32 = torch.finfo(torch.float32)
 
-
-@dataclass(frozen=True)
-class RequestSettings:
-    """What the scheduler and the sampler know of one request. Neutral values: top_k 0, top_p 1.0, min_p 0.0."""
-
-    max_new_tokens: int
-    min_new_tokens: int = 0
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    eos_token_ids: tuple[int, ...] = ()
-    edits: Edits = NEUTRAL
-    stop_strings: tuple[str, ...] = ()
-    max_time: float | None = None  # seconds from the start of the call
-    logprobs: str | None = None  # one of `LOGPROBS`
-    top_logprobs: int | None = None  # of the likeliest tokens besides; None: not even a dict of the drawn one
-    prompt_logprobs: bool = False
-    prompt_top_logprobs: int | None = None
-    stop_token_ids: tuple[int, ...] = ()  # end it as "stop", and not as "eos"
-    keeps_stop: bool = True  # in the text
-    skips_special: bool = True
-    timeout: float | None = None  # seconds from when it was queued
-    on_weight_change: str | None = None  # as in `PagedConfig`; None: what that says
-    cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
-    adapter_name: str | None = None  # the LoRA adapter to apply alone; None: those that are active in the model
-    structured: Structured | None = None  # the form that the output has to have
-    draft_tokens: int = 0  # guesses that a step may confirm
-
-
-# Arguments of `PagedGenerator.generate` and `Engine.add_request` that transformers has no option for, with the value
-# that asks for nothing: it ignores them in a config.
-OWN = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 AS_ARGUMENT = "Give it as an argument of `PagedGenerator.generate` or `Engine.add_request`; stock generate ignores it."
 
 LEAVE_OUT = "Leave the option out if its result is not needed."
@@ -172,7 +54,7 @@ def stock_only_options(config: GenerationConfig) -> Iterator[Reason]:
 
 def option_reason(name: str, value: Any) -> Reason:
     """That stock has to carry out an option, or an argument of `generate`."""
-    if name in OWN:
+    if option_of(name).path == ARGUMENT:
         return Reason(f"{name}={{}} of a GenerationConfig is no option of transformers, which ignores it: it is an "
                       "argument of hf_paged's own calls", described(value), remedy=AS_ARGUMENT)
     return Reason(f"{name}={{}} is not carried out by the paged engine", described(value), remedy=LEAVE_OUT)
@@ -185,7 +67,7 @@ def _beyond(config: GenerationConfig, carried_out: frozenset[str]) -> Iterator[R
             continue
         if type(value) in _HASHABLE and (name, type(value), value) in _NEUTRAL:
             continue
-        if not any(_same(value, neutral) for neutral in FALLBACK.get(name, (None, False, OWN.get(name)))):
+        if not any(_same(value, neutral) for neutral in option_of(name).neutral):
             yield option_reason(name, value)
 
 
@@ -253,17 +135,12 @@ def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> Requ
 
 
 def _with_sampling(settings: RequestSettings, config: GenerationConfig) -> RequestSettings:
-    temperature = _number(config, "temperature", 1.0)
-    if not FLOAT32.tiny <= temperature <= FLOAT32.max:
-        raise ValueError(f"temperature={temperature!r}: expected a float32 number above 0 (do_sample=False for greedy)")
-    top_k = 0 if config.top_k is None else config.top_k
-    if top_k < 0:
-        raise ValueError(f"top_k={config.top_k!r}: expected None or an integer of at least 0 (0: off)")
-    top_p, min_p = _number(config, "top_p", 1.0), _number(config, "min_p", 0.0)
-    for name, value in (("top_p", top_p), ("min_p", min_p)):
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name}={value!r}: expected a number in [0, 1]")
-    return replace(settings, do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    drawn: dict[str, Any] = {}
+    for option in DRAWS:
+        if (value := getattr(config, option.name)) is not None:
+            assert option.draws is not None
+            drawn[option.name] = option.draws(option.name, value)
+    return replace(settings, do_sample=True, **drawn)
 
 
 # Integers that only the host's Python reads: the length is cut to what there is room for, ids that no token has are
@@ -290,19 +167,6 @@ def _is_encodable(value: Any) -> bool:
     if isinstance(value, int):
         return -(2**31) <= value < 2**31
     return not isinstance(value, tuple) or all(map(_is_encodable, value))
-
-
-def check_flags(**flags: Any) -> None:
-    """Raise TypeError naming the first that is not True or False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r}: expected True or False")
-
-
-def check_weight_change(on_weight_change: Any) -> None:
-    """Raise ValueError for what is neither None nor one of `ON_WEIGHT_CHANGE`."""
-    if on_weight_change is not None and on_weight_change not in ON_WEIGHT_CHANGE:
-        raise ValueError(f"on_weight_change={on_weight_change!r:.80}: expected None or one of {ON_WEIGHT_CHANGE}")
 
 
 def token_id_tuple(value: Any) -> tuple[int, ...]:
@@ -349,12 +213,3 @@ def _same(value: Any, neutral: Any) -> bool:
     if isinstance(neutral, bool) or isinstance(value, bool) or neutral is None:
         return value is neutral
     return isinstance(value, (int, float, str)) and value == neutral
-
-
-def _number(config: GenerationConfig, name: str, neutral: float) -> float:
-    value = getattr(config, name)
-    if value is None:
-        return neutral
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}")
-    return float(value)

@@ -19,9 +19,10 @@ from hf_paged.kernels.step_inputs import StepInputs, step_inputs
 from hf_paged.runner.adapter_slots import AdapterSlots
 from hf_paged.runner.sharded_sampling import ShardedSampling
 from hf_paged.sampling.edit_lines import float_line, int_line
-from hf_paged.sampling.edits import NEUTRAL, EditLines, Edits, EditState, encode_edits, sample_edited
+from hf_paged.sampling.edit_reference import NEUTRAL, Edits
+from hf_paged.sampling.edits import EditLines, EditState, encode_edits, sample_edited
 from hf_paged.sampling.sampler import SamplingRows, sample
-from hf_paged.sampling.table import FloatSettings, IntSettings, SamplingTable
+from hf_paged.sampling.table import FLOAT_NAMES, INT_NAMES, NUM_FLOATS, NUM_INTS, Drawing, SamplingTable
 from hf_paged.sampling.token_log_probs import NO_LOG_PROBS, PROCESSED, RAW, token_log_probs
 from hf_paged.sampling.token_mask import TokenMasks, mask_tokens
 from hf_paged.sampling.top_log_probs import FILTERS, TOPS, top_log_probs, top_processed, with_eos_barred
@@ -36,22 +37,17 @@ Rows = Seq[list[int] | np.ndarray]  # token or block ids
 class SlotLines(NamedTuple):
     """`SlotParameters` of one request in the encoding of `RequestState`, which a step only copies."""
 
-    floats: np.ndarray  # [3] float32, as `SamplingTable.floats`
-    ints: np.ndarray  # [3] int64
+    floats: np.ndarray  # [NUM_FLOATS] float32
+    ints: np.ndarray  # [NUM_INTS] int64
     eos: np.ndarray  # [N] int64
     edits: EditLines
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlotParameters:
-    """Sampling settings of one request (see `SamplingTable`); the defaults are greedy search."""
+class SlotParameters(Drawing):
+    """Sampling settings of one request, as the device keeps them (see `SamplingTable`). Defaults: greedy search."""
 
     max_length: int
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     seed: int = 0
     min_length: int = 0
     eos_token_ids: tuple[int, ...] = ()
@@ -61,11 +57,6 @@ class SlotParameters:
     adapter: str | None = None
     with_top: bool = False  # the request wants the likeliest tokens
 
-    @property
-    def filtered(self) -> bool:
-        """Return whether top-k, top-p or min-p apply."""
-        return self.do_sample and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-
     @cached_property
     def lines(self) -> SlotLines:
         """Encode the settings; computed when the request arrives, so that an error reaches its caller.
@@ -73,12 +64,8 @@ class SlotParameters:
         Raises:
             ValueError: With the name of a setting that the device's tables cannot hold.
         """
-        floats = float_line("temperature, 1 - top_p, min_p", FloatSettings(
-            temperature=self.temperature * self.do_sample, one_minus_top_p=1.0 - self.top_p, min_p=self.min_p,
-        ))
-        ints = int_line("seed, top_k, min_new_tokens", IntSettings(
-            seed=self.seed, top_k=self.top_k, min_length=self.min_length,
-        ))
+        floats = float_line(FLOAT_NAMES, self.floats())
+        ints = int_line(INT_NAMES, self.ints(self.seed, self.min_length))
         eos = int_line("eos_token_id, stop_token_ids", (*self.eos_token_ids, *self.stop_token_ids))
         edits = encode_edits(self.edits, self.prompt_length, self.max_length, self.eos_token_ids)
         return SlotLines(floats, ints, eos, edits)
@@ -105,8 +92,8 @@ class RequestState:
         self.tokens = torch.zeros(lines, min(FIRST_TOKEN_CAPACITY, max_model_len), dtype=torch.int32, device=device)
         self.block_table = torch.zeros(lines, max_blocks, dtype=torch.int32, device=device)
         self.sampling = SamplingTable(
-            floats=torch.zeros(lines, 3, dtype=torch.float32, device=device),
-            ints=torch.zeros(lines, 3, dtype=torch.int64, device=device),
+            floats=torch.zeros(lines, NUM_FLOATS, dtype=torch.float32, device=device),
+            ints=torch.zeros(lines, NUM_INTS, dtype=torch.int64, device=device),
             eos=torch.full((lines, 1), -1, dtype=torch.int64, device=device),
         )
         self.edits = EditState(num_slots, device)
@@ -233,7 +220,7 @@ class RequestState:
     def _admit_edits(self, slots: np.ndarray, parameters: list[SlotParameters]) -> None:
         for slot, p in zip(slots, parameters, strict=True):
             names = p.lines.edits.features
-            if (self.sharded is not None or p.with_top) and p.filtered:
+            if (self.sharded is not None or p.with_top) and p.is_filtered:
                 names |= {FILTERS}
             self._stage_names += sorted(names - set(self._stage_names))
             self._stages[slot] = sum(1 << self._stage_names.index(name) for name in names)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from hf_paged.kernels._triton import jit, tl
 from hf_paged.sampling.gumbel import gumbel_noise
+from hf_paged.sampling.table import MIN_P, ONE_MINUS_TOP_P, TOP_K, float_setting, int_setting
 
 
 @jit()
@@ -47,8 +48,22 @@ def _value_of(key, SHIFT: tl.constexpr):
 
 
 @jit()
+def filters_of(floats, ints, slot):
+    """A slot's top-k, 1 - top-p and min-p; 0 where a filter is off."""
+    one_minus_top_p = float_setting(floats, slot, ONE_MINUS_TOP_P)
+    return int_setting(ints, slot, TOP_K), one_minus_top_p, float_setting(floats, slot, MIN_P)
+
+
+@jit()
+def is_filtered(temperature, floats, ints, slot):
+    """Whether a slot's tokens are drawn with a filter."""
+    k, one_minus_top_p, min_p = filters_of(floats, ints, slot)
+    return (temperature != 0.0) & ((k > 0) | (one_minus_top_p > 0.0) | (min_p > 0.0))
+
+
+@jit()
 def least_score(
-    piece_top, num_pieces, tops, masses, live, top, total, temperature, scale, k, one_minus_top_p, min_p,
+    piece_top, num_pieces, tops, masses, live, top, total, temperature, scale, floats, ints, slot,
     GROUP: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):
     """Return a score below which no token survives, from each group's maximum ``tops`` and mass ``masses``.
@@ -56,6 +71,7 @@ def least_score(
     At least k tokens reach the k-th largest maximum of all groups (or pieces). Without top-k, tokens below x weigh at
     most sum(min(mass of the group, GROUP * weight of x)): top-p drops them if that is at most 1 - top_p.
     """
+    k, one_minus_top_p, min_p = filters_of(floats, ints, slot)
     least = tl.full((), float("-inf"), tl.float32)
     low, high = _key_of(least, SHIFT), _key_of(top, SHIFT) + 1
     if k > 0:
@@ -166,8 +182,7 @@ def _between(
 
 @jit()
 def filtered_token(
-    source, ids, size, eos, num_eos, eos_barred, least, top, total, temperature, scale, k, one_minus_top_p, min_p,
-    key0, key1,
+    source, ids, size, eos, num_eos, eos_barred, least, top, total, temperature, scale, floats, ints, slot, key0, key1,
     TILE: tl.constexpr, IS_ROW: tl.constexpr, SHIFT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Sample a token from the survivors; returns it, its score, and the survivors' mass.
@@ -175,6 +190,7 @@ def filtered_token(
     ``source`` has ``size`` scores: candidates with token ids ``ids``, or the row itself (IS_ROW). Of tokens tied at the
     threshold of top-p, as many stay as in stock, the last ones: a stable ascending sort drops the first.
     """
+    k, one_minus_top_p, min_p = filters_of(floats, ints, slot)
     infinity = float("inf")
     if k > 0:
         low, high = _key_of(least, SHIFT), _key_of(top, SHIFT) + 1

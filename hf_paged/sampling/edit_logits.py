@@ -7,45 +7,16 @@ row has no such setting. The reference is `hf_paged.sampling.edit_reference`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
-from hf_paged.sampling.table import MIN_LENGTH, SamplingTable, setting
+from hf_paged.sampling.edit_reference import EditTable, decay_strength
+from hf_paged.sampling.table import MIN_LENGTH, SamplingTable, int_setting
 
 # Programs per row's history or list, and the elements of their tiles; then tiles of rules and of a whole row.
 _PROGRAMS, _TILE = 8, 512
 _RULE_TILE = 128
 _ROW_TILE = 4096
-
-
-class EditTable(NamedTuple):
-    """Settings of S slots on the logits' device, [S] each: the fields of `hf_paged.sampling.edits.Edits`.
-
-    Settings of any length are in ``lists``, by name [lines, width] int32 padded with 0; ``lines`` has each slot's line
-    in them, and line 0 is empty. A list of tokens is its length and the tokens. A list of rules is the number of
-    targets, three numbers per target (token, index of its first rule, end of its rules), four per rule (index of its
-    prefix, the prefix's length, the sequence's least number of tokens, float32 bias as bits), and the prefixes' tokens.
-    """
-
-    repetition_penalty: torch.Tensor  # float32
-    typical_p: torch.Tensor  # float32
-    epsilon_cutoff: torch.Tensor  # float32
-    eta_cutoff: torch.Tensor  # float32
-    presence_penalty: torch.Tensor  # float32
-    frequency_penalty: torch.Tensor  # float32
-    decay_factor: torch.Tensor  # float64
-    decay_start: torch.Tensor  # int64, like all below; longer sequences are decayed
-    no_repeat_ngram_size: torch.Tensor
-    forced_bos: torch.Tensor  # -1 if none
-    forced_eos_at: torch.Tensor  # position of the last allowed token, -1 if none
-    begin: torch.Tensor  # position at which begin_suppress_tokens are barred, -1 if none
-    remove_invalid: torch.Tensor  # 0 or 1
-    renormalize: torch.Tensor  # 0 or 1
-    prompt_length: torch.Tensor  # valid for slots with edits: later tokens were generated
-    lines: dict[str, torch.Tensor]
-    lists: dict[str, torch.Tensor]
 
 
 @jit(varying_ints=("width", "history_stride"), varying_pointers=("lists", "lines", "slots", "position", "history"))
@@ -176,7 +147,7 @@ def _bar_repeated_ngrams_kernel(
 def _bar_eos_kernel(scores, ints, eos, slots, position, vocab_size, num_eos):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    if tl.load(position + row) < setting(ints, slot, MIN_LENGTH):
+    if tl.load(position + row) < int_setting(ints, slot, MIN_LENGTH):
         for i in range(num_eos):
             token = tl.load(eos + slot * num_eos + i)
             tl.store(scores + row * vocab_size + token, float("-inf"), mask=(token >= 0) & (token < vocab_size))
@@ -255,13 +226,6 @@ def _bar_kernel(
         number = start + tl.arange(0, TILE)
         token = tl.load(line + 1 + number, mask=number < count, other=-1)
         tl.store(scores + row * vocab_size + token, float("-inf"), mask=(token >= 0) & (token < vocab_size))
-
-
-def decay_strength(table: EditTable, slots: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Return float32 [R], the length penalty's multiplier of |score|; 0 for rows before their start."""
-    over = (position - table.decay_start[slots]).clamp(min=0)
-    # In float64 like the Python numbers of stock, and rounded once.
-    return (table.decay_factor[slots].pow(over) - 1.0).float()
 
 
 def edit_logits(

@@ -1,4 +1,5 @@
-"""Stock's logits processors in torch, over rows with their own settings, for a CPU and as the kernels' reference.
+"""Stock's logits processors over rows that each have their own settings: the settings, their columns, and in torch
+what they do, which is the reference of `edit_logits` and what a CPU runs.
 
 Every stage takes float32 scores [R, V], which it may change, the rows' ``slots`` and ``position`` [R] int64, and
 ``history`` [S, capacity], and returns or updates the scores. A row whose slot does not use the stage is unchanged.
@@ -6,11 +7,132 @@ Every stage takes float32 scores [R, V], which it may change, the rows' ``slots`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
-from hf_paged.sampling.edit_lines import stock_decays_finite_only
-from hf_paged.sampling.edit_logits import EditTable, decay_strength
+from hf_paged.sampling.edit_lines import encode_bars, encode_rules, encode_tokens, stock_decays_finite_only
 from hf_paged.sampling.table import SamplingTable
+
+
+@dataclass(frozen=True)
+class Edits:
+    """What one request does to its logits; the defaults do nothing. Lengths and starts are in tokens of the request."""
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # taken off the score of every token that was generated
+    frequency_penalty: float = 0.0  # as often as the token was generated
+    also_seen: tuple[int, ...] = ()  # penalised as if they were in the sequence
+    no_repeat_ngram_size: int = 0
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # without single EOS tokens, which stock drops
+    forced_bos_token_id: int | None = None  # the token after a prompt of one
+    forced_eos_token_ids: tuple[int, ...] = ()  # the last allowed token
+    remove_invalid_values: bool = False
+    decay_start: int | None = None  # exponential_decay_length_penalty, in new tokens
+    decay_factor: float = 1.0
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    typical_p: float = 1.0  # this and the next two are for sampling requests only
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    renormalize_logits: bool = False
+
+    def features(self) -> frozenset[str]:
+        """Names of the stages that this request needs, to be given to `sample_edited`; empty for neutral settings."""
+        return frozenset(name for name, is_on in STAGES.items() if is_on(self))
+
+
+NEUTRAL = Edits()
+STAGES: dict[str, Callable[[Edits], bool]] = {
+    "sequence_bias": lambda edits: bool(edits.sequence_bias),
+    "repetition_penalty": lambda edits: edits.repetition_penalty != 1.0,
+    "counts": lambda edits: edits.presence_penalty != 0.0 or edits.frequency_penalty != 0.0,
+    "no_repeat_ngram": lambda edits: edits.no_repeat_ngram_size > 0,
+    "bad_words": lambda edits: bool(edits.bad_words_ids),
+    "forced_bos": lambda edits: edits.forced_bos_token_id is not None,
+    "forced_eos": lambda edits: bool(edits.forced_eos_token_ids),
+    "remove_invalid": lambda edits: edits.remove_invalid_values,
+    "decay": lambda edits: edits.decay_start is not None,
+    "suppress": lambda edits: bool(edits.suppress_tokens),
+    "begin_suppress": lambda edits: bool(edits.begin_suppress_tokens),
+    "typical": lambda edits: edits.typical_p < 1.0,
+    "epsilon": lambda edits: 0.0 < edits.epsilon_cutoff < 1.0,
+    "eta": lambda edits: 0.0 < edits.eta_cutoff < 1.0,
+    "renormalize": lambda edits: edits.renormalize_logits,
+}
+
+
+class EditTable(NamedTuple):
+    """Settings of S slots on the logits' device, [S] each: what `Edits` says, neutral or not.
+
+    Settings of any length lie in ``lists``, by name [lines, width] int32 padded with 0; ``lines`` names each slot's
+    line there, line 0 holding nothing. A list of tokens is its length and the tokens. A list of rules is the number of
+    targets, three numbers per target (token, where its first rule is, where they end), four per rule (where its prefix
+    is, the prefix's length, tokens that the sequence must have, float32 bias as bits), and the prefixes' tokens.
+    """
+
+    repetition_penalty: torch.Tensor  # float32
+    typical_p: torch.Tensor  # float32
+    epsilon_cutoff: torch.Tensor  # float32
+    eta_cutoff: torch.Tensor  # float32
+    presence_penalty: torch.Tensor  # float32
+    frequency_penalty: torch.Tensor  # float32
+    decay_factor: torch.Tensor  # float64
+    decay_start: torch.Tensor  # int64, as all below: sequences longer than this are decayed
+    no_repeat_ngram_size: torch.Tensor
+    forced_bos: torch.Tensor  # -1: none
+    forced_eos_at: torch.Tensor  # position of the last allowed token, -1: none
+    begin: torch.Tensor  # position at which begin_suppress_tokens are barred, -1: none
+    remove_invalid: torch.Tensor  # 0 or 1
+    renormalize: torch.Tensor  # 0 or 1
+    prompt_length: torch.Tensor  # of slots that are not neutral: tokens from here on were generated
+    lines: dict[str, torch.Tensor]
+    lists: dict[str, torch.Tensor]
+
+
+_NEVER = 1 << 62
+# The columns of `EditTable` by what a request's edits say, and for numbers by the lengths of its prompt and of the
+# whole sequence, for lists by the EOS ids that the length penalty favours.
+FLOATS: dict[str, Callable[[Edits], float]] = {
+    "repetition_penalty": lambda edits: edits.repetition_penalty,
+    "typical_p": lambda edits: edits.typical_p,
+    "epsilon_cutoff": lambda edits: _fraction(edits.epsilon_cutoff),
+    "eta_cutoff": lambda edits: _fraction(edits.eta_cutoff),
+    "presence_penalty": lambda edits: edits.presence_penalty,
+    "frequency_penalty": lambda edits: edits.frequency_penalty,
+}
+NUMBERS: dict[str, Callable[[Edits, int, int], int]] = {
+    "decay_start": lambda edits, prompt, _: _NEVER if edits.decay_start is None else prompt + edits.decay_start,
+    "no_repeat_ngram_size": lambda edits, *_: edits.no_repeat_ngram_size,
+    "forced_bos": lambda edits, *_: -1 if edits.forced_bos_token_id is None else edits.forced_bos_token_id,
+    "forced_eos_at": lambda edits, _, most: most - 1 if edits.forced_eos_token_ids else -1,
+    "begin": lambda edits, prompt, _: _begin(edits, prompt) if edits.begin_suppress_tokens else -1,
+    "remove_invalid": lambda edits, *_: edits.remove_invalid_values,
+    "renormalize": lambda edits, *_: edits.renormalize_logits,
+    "prompt_length": lambda edits, prompt, _: prompt,
+}
+LISTS: dict[str, Callable[[Edits, tuple[int, ...]], np.ndarray]] = {
+    "sequence_bias": lambda edits, _: encode_rules(edits.sequence_bias),
+    "bad_words": lambda edits, _: encode_bars(edits.bad_words_ids),
+    "also_seen": lambda edits, _: encode_tokens(edits.also_seen if edits.repetition_penalty != 1.0 else ()),
+    "forced_eos": lambda edits, _: encode_tokens(edits.forced_eos_token_ids),
+    # Once each: an id given twice is penalised once.
+    "decay_eos": lambda edits, eos: encode_tokens(() if edits.decay_start is None else tuple(dict.fromkeys(eos))),
+    "suppress": lambda edits, _: encode_tokens(edits.suppress_tokens),
+    "begin_suppress": lambda edits, _: encode_tokens(edits.begin_suppress_tokens),
+}
+
+
+def _fraction(cutoff: float) -> float:
+    return cutoff if 0.0 < cutoff < 1.0 else 0.0
+
+
+def _begin(edits: Edits, prompt_length: int) -> int:
+    return prompt_length + (prompt_length == 1 and edits.forced_bos_token_id is not None)
 
 
 def edited_scores(
@@ -146,6 +268,13 @@ def force(scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position:
 def remove_invalid(scores: torch.Tensor, table: EditTable, slots: torch.Tensor) -> torch.Tensor:
     """Replace NaN by 0, and infinities by the largest and the smallest finite number."""
     return torch.where((table.remove_invalid[slots] > 0)[:, None], scores.nan_to_num(), scores)
+
+
+def decay_strength(table: EditTable, slots: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Float32 [R]: what the length penalty multiplies |score| by; of rows that are not decayed yet, 0."""
+    over = (position - table.decay_start[slots]).clamp(min=0)
+    # In float64, as the Python numbers of stock, and rounded once.
+    return (table.decay_factor[slots].pow(over) - 1.0).float()
 
 
 def favour_eos(scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position: torch.Tensor) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.sampling.edit_logits import EditTable
+from hf_paged.sampling.edit_reference import EditTable
 from hf_paged.sampling.gumbel import exponential_noise
-from hf_paged.sampling.sampler import SamplingRows, min_p_filtered, top_p_filtered
+from hf_paged.sampling.sampler import SamplingRows, warped_scores
 
 WARPERS = frozenset({"typical", "epsilon", "eta"})
 # Sorting a row of 150,000 tokens takes some 10 MB.
@@ -52,18 +52,6 @@ def draw_warped(
         if logprob is not None:
             known = kept.log_softmax(dim=-1).gather(1, drawn[:, None])[:, 0]
             logprob[some] = known.where(wanted[some], logprob[some])
-
-
-def warped_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Compute `processed_scores` without reading settings on the host, which would wait for the device."""
-    scores = scores / rows.temperature[:, None]
-    ascending, order = scores.sort(dim=-1, stable=True)
-    vocab_size = scores.shape[1]
-    kth = ascending.gather(1, (vocab_size - rows.top_k.clamp(max=vocab_size)).clamp(max=vocab_size - 1)[:, None])
-    kth = kth.where((rows.top_k > 0)[:, None], -torch.inf)
-    scores = scores.masked_fill(scores < kth, -torch.inf)
-    ascending = ascending.masked_fill(ascending < kth, -torch.inf)
-    return min_p_filtered(top_p_filtered(scores, ascending, order, rows), rows)
 
 
 def cut_off(

@@ -8,24 +8,15 @@ run, without a host sync; on a CPU `edit_reference`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hf_paged.device.upload import upload
-from hf_paged.sampling.edit_lines import (
-    SharedLines,
-    encode_bars,
-    encode_rules,
-    encode_tokens,
-    float_line,
-    int_line,
-    stock_decays_finite_only,
-)
-from hf_paged.sampling.edit_logits import EditTable, edit_logits
-from hf_paged.sampling.edit_reference import edited_scores
+from hf_paged.sampling.edit_lines import SharedLines, float_line, int_line, stock_decays_finite_only
+from hf_paged.sampling.edit_logits import edit_logits
+from hf_paged.sampling.edit_reference import FLOATS, LISTS, NEUTRAL, NUMBERS, Edits, EditTable, edited_scores
 from hf_paged.sampling.edit_warpers import WARPERS, draw_warped, renormalize_greedy, settle_extremes
 from hf_paged.sampling.sample_tokens import sample_tokens
 from hf_paged.sampling.sampler import SamplingRows, log_probs_reference, sample_reference
@@ -34,67 +25,15 @@ from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
 from hf_paged.sampling.token_mask import TokenMasks, mask_tokens
 from hf_paged.sampling.top_log_probs import top_processed
 
-_NEVER = 1 << 62
-_NAMES = ("sequence_bias", "bad_words", "also_seen", "forced_eos", "decay_eos", "suppress", "begin_suppress")
-_NEUTRAL_FLOATS, _NEUTRAL_NUMBERS = (1.0, 1.0, 0.0, 0.0, 0.0, 0.0), (_NEVER, 0, -1, -1, -1, 0, 0, 0)
-
-
-@dataclass(frozen=True)
-class Edits:
-    """Edits of one request's logits; the defaults have no effect. Lengths and starts are in tokens of the request."""
-
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0  # subtracted from the score of every generated token
-    frequency_penalty: float = 0.0  # subtracted per occurrence of a generated token
-    also_seen: tuple[int, ...] = ()  # penalised like tokens of the sequence
-    no_repeat_ngram_size: int = 0
-    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # without single EOS tokens, which stock drops
-    forced_bos_token_id: int | None = None  # the token after a prompt of one token
-    forced_eos_token_ids: tuple[int, ...] = ()  # for the last allowed position
-    remove_invalid_values: bool = False
-    decay_start: int | None = None  # exponential_decay_length_penalty, in new tokens
-    decay_factor: float = 1.0
-    suppress_tokens: tuple[int, ...] = ()
-    begin_suppress_tokens: tuple[int, ...] = ()
-    typical_p: float = 1.0  # this and the next two apply to sampling only
-    epsilon_cutoff: float = 0.0
-    eta_cutoff: float = 0.0
-    renormalize_logits: bool = False
-
-    def features(self) -> frozenset[str]:
-        """Return the names of the stages that this request needs, for `sample_edited`; empty for neutral settings."""
-        wanted = {
-            "sequence_bias": bool(self.sequence_bias),
-            "repetition_penalty": self.repetition_penalty != 1.0,
-            "counts": self.presence_penalty != 0.0 or self.frequency_penalty != 0.0,
-            "no_repeat_ngram": self.no_repeat_ngram_size > 0,
-            "bad_words": bool(self.bad_words_ids),
-            "forced_bos": self.forced_bos_token_id is not None,
-            "forced_eos": bool(self.forced_eos_token_ids),
-            "remove_invalid": self.remove_invalid_values,
-            "decay": self.decay_start is not None,
-            "suppress": bool(self.suppress_tokens),
-            "begin_suppress": bool(self.begin_suppress_tokens),
-            "typical": self.typical_p < 1.0,
-            "epsilon": 0.0 < self.epsilon_cutoff < 1.0,
-            "eta": 0.0 < self.eta_cutoff < 1.0,
-            "renormalize": self.renormalize_logits,
-        }
-        return frozenset(name for name, on in wanted.items() if on)
-
-
-NEUTRAL = Edits()
-
 
 class EditLines(NamedTuple):
     """`Edits` of one request in the encoding of `EditState` (see `EditTable`), which a step only copies."""
 
     features: frozenset[str]
-    floats: np.ndarray  # [6] float32
+    floats: np.ndarray  # of `FLOATS`, float32
     factor: float
-    numbers: np.ndarray  # [8] int64
-    lists: tuple[bytes, ...]  # int32, in the order of `_NAMES`
+    numbers: np.ndarray  # of `NUMBERS`, int64
+    lists: tuple[bytes, ...]  # of `LISTS`, each int32
 
 
 def encode_edits(edits: Edits, prompt_length: int, max_length: int, eos: tuple[int, ...]) -> EditLines:
@@ -107,14 +46,17 @@ def encode_edits(edits: Edits, prompt_length: int, max_length: int, eos: tuple[i
     Raises:
         ValueError: If the tables cannot hold a number or a list; the error names the setting.
     """
-    if edits == NEUTRAL:
-        return _NEUTRAL_LINES
-    cutoffs = _fraction(edits.epsilon_cutoff), _fraction(edits.eta_cutoff)
-    floats = float_line("repetition_penalty, typical_p, presence_penalty, frequency_penalty", (
-        edits.repetition_penalty, edits.typical_p, *cutoffs, edits.presence_penalty, edits.frequency_penalty,
-    ))
-    numbers = int_line("lengths and token ids", _numbers(edits, prompt_length, max_length))
-    return EditLines(edits.features(), floats, float(edits.decay_factor), numbers, _lists(edits, eos))
+    return _NEUTRAL_LINES if edits == NEUTRAL else _encode(edits, prompt_length, max_length, eos)
+
+
+def _encode(edits: Edits, prompt_length: int, max_length: int, eos: tuple[int, ...]) -> EditLines:
+    floats = float_line(", ".join(FLOATS), [read(edits) for read in FLOATS.values()])
+    numbers = int_line("lengths and token ids", [read(edits, prompt_length, max_length) for read in NUMBERS.values()])
+    lists = tuple(read(edits, eos).tobytes() for read in LISTS.values())
+    return EditLines(edits.features(), floats, float(edits.decay_factor), numbers, lists)
+
+
+_NEUTRAL_LINES = _encode(NEUTRAL, 0, 0, ())
 
 
 class EditState:
@@ -125,12 +67,13 @@ class EditState:
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
-        floats = torch.tensor(_NEUTRAL_FLOATS, dtype=torch.float32, device=device)[:, None]
-        numbers = torch.tensor(_NEUTRAL_NUMBERS + (0,) * len(_NAMES), dtype=torch.int64, device=device)[:, None]
+        floats = torch.tensor(_NEUTRAL_LINES.floats, dtype=torch.float32, device=device)[:, None]
+        ints = (*_NEUTRAL_LINES.numbers.tolist(), *[0] * len(LISTS))
+        numbers = torch.tensor(ints, dtype=torch.int64, device=device)[:, None]
         self._neutral = floats, numbers
         self._floats, self._ints = floats.repeat(1, num_slots + 1), numbers.repeat(1, num_slots + 1)
         self._factors = torch.ones(num_slots + 1, dtype=torch.float64, device=device)
-        self._lists = {name: SharedLines(device) for name in _NAMES}
+        self._lists = {name: SharedLines(device) for name in LISTS}
         self._growths = 0
         self._edited: set[int] = set()
         self._half_written = False  # True after an exception or interrupt in `put`
@@ -156,10 +99,11 @@ class EditState:
 
     @property
     def table(self) -> EditTable:
-        numbers, lines = self._ints[: -len(_NAMES)], self._ints[-len(_NAMES) :]
-        lists = {name: lists.table for name, lists in self._lists.items()}
-        return EditTable._make(
-            (*self._floats, self._factors, *numbers, dict(zip(_NAMES, lines, strict=True)), lists)
+        ints = dict(zip((*NUMBERS, *LISTS), self._ints, strict=True))
+        return EditTable(
+            **dict(zip(FLOATS, self._floats, strict=True)), **{name: ints[name] for name in NUMBERS},
+            decay_factor=self._factors, lines={name: ints[name] for name in LISTS},
+            lists={name: lists.table for name, lists in self._lists.items()},
         )
 
     def put(self, slots: np.ndarray, edits: Sequence[EditLines]) -> None:
@@ -178,7 +122,7 @@ class EditState:
         places = [slot for slot, _ in changed]
         for slot, e in changed:
             (self._edited.add if e.features else self._edited.discard)(slot)
-        lines = [self._lists[name].assign(places, [e.lists[i] for _, e in changed]) for i, name in enumerate(_NAMES)]
+        lines = [self._lists[name].assign(places, [e.lists[i] for _, e in changed]) for i, name in enumerate(LISTS)]
         index = upload(np.array(places, dtype=np.int64), self._device)
         self._floats[:, index] = upload(np.stack([e.floats for _, e in changed], axis=1), self._device)
         self._factors[index] = upload(np.array([e.factor for _, e in changed], dtype=np.float64), self._device)
@@ -196,43 +140,6 @@ class EditState:
             lists.forget()
         self._edited.clear()
         self._half_written = False
-
-
-def _fraction(cutoff: float) -> float:
-    return cutoff if 0.0 < cutoff < 1.0 else 0.0
-
-
-def _numbers(edits: Edits, prompt_length: int, max_length: int) -> tuple[int, ...]:
-    bos = edits.forced_bos_token_id
-    return (
-        _NEVER if edits.decay_start is None else prompt_length + edits.decay_start,
-        edits.no_repeat_ngram_size,
-        -1 if bos is None else bos,
-        max_length - 1 if edits.forced_eos_token_ids else -1,
-        prompt_length + (prompt_length == 1 and bos is not None) if edits.begin_suppress_tokens else -1,
-        edits.remove_invalid_values,
-        edits.renormalize_logits,
-        prompt_length,
-    )
-
-
-def _lists(edits: Edits, eos: tuple[int, ...]) -> tuple[bytes, ...]:
-    lists = {
-        "sequence_bias": encode_rules(edits.sequence_bias),
-        "bad_words": encode_bars(edits.bad_words_ids),
-        "also_seen": encode_tokens(edits.also_seen if edits.repetition_penalty != 1.0 else ()),
-        "forced_eos": encode_tokens(edits.forced_eos_token_ids),
-        # Without duplicates, since stock penalises a repeated id once.
-        "decay_eos": encode_tokens(() if edits.decay_start is None else tuple(dict.fromkeys(eos))),
-        "suppress": encode_tokens(edits.suppress_tokens),
-        "begin_suppress": encode_tokens(edits.begin_suppress_tokens),
-    }
-    return tuple(lists[name].tobytes() for name in _NAMES)
-
-
-_NEUTRAL_LINES = EditLines(
-    frozenset(), np.array(_NEUTRAL_FLOATS, np.float32), 1.0, np.array(_NEUTRAL_NUMBERS, np.int64), _lists(NEUTRAL, ()),
-)
 
 
 def sample_edited(

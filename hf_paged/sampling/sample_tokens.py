@@ -16,6 +16,7 @@ from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, trit
 from hf_paged.sampling._filtered_token import (
     filtered_token,
     gather_candidates,
+    is_filtered,
     least_score,
     load_scores,
     weight_of,
@@ -23,13 +24,13 @@ from hf_paged.sampling._filtered_token import (
 from hf_paged.sampling.gumbel import GROUP_STREAM, gumbel_noise, row_keys
 from hf_paged.sampling.table import (
     MIN_LENGTH,
-    MIN_P,
-    ONE_MINUS_TOP_P,
+    NUM_FLOATS,
+    NUM_INTS,
     SEED,
     TEMPERATURE,
-    TOP_K,
     SamplingTable,
-    setting,
+    float_setting,
+    int_setting,
 )
 
 # Tokens of a group. Changing it changes the tokens of every seed.
@@ -51,11 +52,6 @@ def first_of_best(value, index, among):
 
 
 @jit()
-def _is_filtered(temperature, k, one_minus_top_p, min_p):
-    return (temperature != 0.0) & ((k > 0) | (one_minus_top_p > 0.0) | (min_p > 0.0))
-
-
-@jit()
 def _scale_of(temperature):
     """Return the factor of scores for exp2; finite, so that a difference of 0 stays 0."""
     return tl.minimum(1.4426950408889634 / tl.where(temperature == 0.0, 1.0, temperature), 1e38)
@@ -73,9 +69,9 @@ def group_stats_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    temperature, one_minus_top_p = setting(floats, slot, TEMPERATURE), setting(floats, slot, ONE_MINUS_TOP_P)
-    filtered = _is_filtered(temperature, setting(ints, slot, TOP_K), one_minus_top_p, setting(floats, slot, MIN_P))
-    eos_barred = tl.load(position + row) < setting(ints, slot, MIN_LENGTH)
+    temperature = float_setting(floats, slot, TEMPERATURE)
+    filtered = is_filtered(temperature, floats, ints, slot)
+    eos_barred = tl.load(position + row) < int_setting(ints, slot, MIN_LENGTH)
     scale = _scale_of(temperature)
     begin = tl.program_id(1) * groups_each
     for group in range(begin, tl.minimum(begin + groups_each, num_groups)):
@@ -113,10 +109,9 @@ def _choose_kernel(
     slot, place = tl.load(slots + row), tl.load(position + row).to(tl.int64)
     logits += row * row_stride
     eos += slot * num_eos
-    temperature, one_minus_top_p = setting(floats, slot, TEMPERATURE), setting(floats, slot, ONE_MINUS_TOP_P)
-    min_p, k = setting(floats, slot, MIN_P), setting(ints, slot, TOP_K)
-    eos_barred = place < setting(ints, slot, MIN_LENGTH)
-    key0, key1 = row_keys(setting(ints, slot, SEED), place)
+    temperature = float_setting(floats, slot, TEMPERATURE)
+    eos_barred = place < int_setting(ints, slot, MIN_LENGTH)
+    key0, key1 = row_keys(int_setting(ints, slot, SEED), place)
     scale, drawn = _scale_of(temperature), temperature != 0.0
 
     group = tl.arange(0, GROUPS_PAD)
@@ -131,13 +126,13 @@ def _choose_kernel(
     if not bad:
         relative = tl.where(live, masses * weight_of(tops, top, scale), 0.0)
         total = tl.sum(relative, 0)
-        if _is_filtered(temperature, k, one_minus_top_p, min_p):
+        if is_filtered(temperature, floats, ints, slot):
             num_pieces = num_groups * (GROUP // PIECE)
             piece_top += row * num_pieces
             held_score += row * HELD
             held_token += row * HELD
             least = least_score(
-                piece_top, num_pieces, tops, relative, live, top, total, temperature, scale, k, one_minus_top_p, min_p,
+                piece_top, num_pieces, tops, relative, live, top, total, temperature, scale, floats, ints, slot,
                 GROUP, PIECE_TILE, SHIFT,
             )
             size = gather_candidates(
@@ -146,13 +141,13 @@ def _choose_kernel(
             )
             if size <= HELD:
                 token, score, total = filtered_token(
-                    held_score, held_token, size, eos, num_eos, eos_barred, least, top, total, temperature, scale, k,
-                    one_minus_top_p, min_p, key0, key1, HELD_TILE, False, SHIFT, INTERPRETED,
+                    held_score, held_token, size, eos, num_eos, eos_barred, least, top, total, temperature, scale,
+                    floats, ints, slot, key0, key1, HELD_TILE, False, SHIFT, INTERPRETED,
                 )
             else:
                 token, score, total = filtered_token(
-                    logits, held_token, vocab_size, eos, num_eos, eos_barred, least, top, total, temperature, scale, k,
-                    one_minus_top_p, min_p, key0, key1, ROW_TILE, True, SHIFT, INTERPRETED,
+                    logits, held_token, vocab_size, eos, num_eos, eos_barred, least, top, total, temperature, scale,
+                    floats, ints, slot, key0, key1, ROW_TILE, True, SHIFT, INTERPRETED,
                 )
         else:
             # Greedy may take -inf, the first one; sampling takes logits above -inf even if the division gives -inf.
@@ -274,8 +269,8 @@ def _check(
         raise ValueError(f"the last dim of logits must be contiguous: strides {logits.stride()}")
     lines = len(table.floats)
     for name, tensor, shape, dtypes in (
-        ("floats", table.floats, (lines, 3), (torch.float32,)),
-        ("ints", table.ints, (lines, 3), (torch.int64,)),
+        ("floats", table.floats, (lines, NUM_FLOATS), (torch.float32,)),
+        ("ints", table.ints, (lines, NUM_INTS), (torch.int64,)),
         ("eos", table.eos, (lines, table.eos.shape[-1]), (torch.int64,)),
         ("slots", slots, logits.shape[:1], (torch.int64,)),
         ("position", position, logits.shape[:1], (torch.int64, torch.int32)),

@@ -121,6 +121,18 @@ def processed_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return min_p_filtered(scores, rows) if (rows.min_p > 0.0).any() else scores
 
 
+def warped_scores(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """`processed_scores` without a look at the settings from the host, which would wait for the device."""
+    scores = scores / rows.temperature[:, None]
+    ascending, order = scores.sort(dim=-1, stable=True)
+    vocab_size = scores.shape[1]
+    kth = ascending.gather(1, (vocab_size - rows.top_k.clamp(max=vocab_size)).clamp(max=vocab_size - 1)[:, None])
+    kth = kth.where((rows.top_k > 0)[:, None], -torch.inf)
+    scores = scores.masked_fill(scores < kth, -torch.inf)
+    ascending = ascending.masked_fill(ascending < kth, -torch.inf)
+    return min_p_filtered(top_p_filtered(scores, ascending, order, rows), rows)
+
+
 def top_p_filtered(
     scores: torch.Tensor, ascending: torch.Tensor, order: torch.Tensor, rows: SamplingRows
 ) -> torch.Tensor:

@@ -16,7 +16,7 @@ from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, trit
 from hf_paged.sampling.gumbel import GROUP_STREAM, gumbel_noise, row_keys
 from hf_paged.sampling.sample_tokens import GROUP_SIZE, PROGRAMS, first_of_best, group_stats_kernel, load_scores
 from hf_paged.sampling.sampler import drawn_in_groups
-from hf_paged.sampling.table import MIN_LENGTH, SEED, TEMPERATURE, SamplingTable, setting
+from hf_paged.sampling.table import MIN_LENGTH, SEED, TEMPERATURE, SamplingTable, float_setting, int_setting
 
 NO_TOKEN = -(2**63)  # below every key: the rank has no token for the row
 INVALID = 2**63 - 1  # above every key: the rank's columns make the whole row invalid
@@ -108,9 +108,9 @@ def _best_of_shard_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     slot, place = tl.load(slots + row), tl.load(position + row).to(tl.int64)
-    temperature = setting(floats, slot, TEMPERATURE)
-    eos_barred = place < setting(ints, slot, MIN_LENGTH)
-    key0, key1 = row_keys(setting(ints, slot, SEED), place)
+    temperature = float_setting(floats, slot, TEMPERATURE)
+    eos_barred = place < int_setting(ints, slot, MIN_LENGTH)
+    key0, key1 = row_keys(int_setting(ints, slot, SEED), place)
     drawn = temperature != 0.0
 
     group = tl.arange(0, GROUPS_PAD)

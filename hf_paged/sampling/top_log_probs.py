@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.sampling.edit_logits import EditTable
+from hf_paged.sampling.edit_reference import EditTable
 from hf_paged.sampling.edit_warpers import WARPERS, cut_off, warped_scores
 from hf_paged.sampling.sampler import SamplingRows
 from hf_paged.sampling.token_log_probs import LOGPROBS, PROCESSED, token_log_probs

@@ -12,7 +12,7 @@ import transformers.generation
 
 from hf_paged.engine import stop_rules
 from hf_paged.errors import FallbackError, UnsupportedOptionError
-from hf_paged.options import arguments, logits_options
+from hf_paged.options import arguments, logits_options, option_values, table
 from hf_paged.options import settings as settings_module
 
 MAX_LENGTH = 1000  # characters of an error message
@@ -46,7 +46,8 @@ _STOCK_GENERATION = _TRANSFORMERS / "generation"
 _OF_SETTINGS = {
     *(_STOCK_GENERATION / f"{name}.py" for name in
       ("configuration_utils", "logits_process", "stopping_criteria", "watermarking")),
-    *(Path(str(module.__file__)) for module in (settings_module, logits_options, arguments, stop_rules)),
+    *(Path(str(module.__file__)) for module in
+      (settings_module, logits_options, option_values, table, arguments, stop_rules)),
 }
 _DECODING = ("_sample", "_beam_search", "_assisted_decoding", "_prefill")
 

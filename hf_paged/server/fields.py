@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hf_paged.options.chat_keywords import OURS
+from hf_paged.options.option_values import share
 from hf_paged.options.request_options import MOST_PENALTY
+from hf_paged.options.table import DRAWS
 from hf_paged.server.calls import RefusedRequestError
 from hf_paged.server.forms import (
     EXPECTED_CHOICE,
@@ -308,8 +310,8 @@ READ: dict[str, Read] = {
     "max_output_tokens": Read((RESPONSES,), _ONE_OR_MORE, _length("max_new_tokens")),
     "min_tokens": Read(ALL, "expected an integer of at least 0", _length("min_new_tokens")),
     "temperature": Read(ALL, "expected a number of at least 0", _temperature),
-    "top_p": Read(ALL, "expected a number in [0, 1]", _filter("top_p", 0, 1)),
-    "min_p": Read(ALL, "expected a number in [0, 1]", _filter("min_p", 0, 1)),
+    **{option.name: Read(ALL, "expected a number in [0, 1]", _filter(option.name, 0, 1))
+       for option in DRAWS if option.draws is share},
     "top_k": Read(ALL, "expected an integer of at least 1, or 0 or -1 for all tokens", _top_k),
     "repetition_penalty": Read(ALL, "expected a number above 0 that float32 holds", _repetition_penalty),
     "presence_penalty": Read((CHAT, TEXT), _PENALTY, _count_penalty("presence_penalty")),

@@ -15,7 +15,7 @@ from test_log_probs import PROMPTS, SAMPLED
 from transformers import GenerationConfig
 
 from hf_paged import Completion, PagedGenerator
-from hf_paged.options.settings import NATIVE
+from hf_paged.options import table
 
 # Not options of the scores, or not of a single row.
 NO_SCORES = ("max_length", "max_new_tokens", "pad_token_id", "num_return_sequences", "max_time", "stop_strings")
@@ -83,7 +83,7 @@ def test_any_number_of_either_kind(stock, overlap, count, kind):
 
 def test_every_native_option_of_the_scores(stock, generator):
     """Both kinds in one step of rows with all options: of each row its own."""
-    names = [name for name in NATIVE if name not in NO_SCORES]
+    names = [name for name in table.names(table.NATIVE) if name not in NO_SCORES]
     assert set(names) <= set(CASES)
     for name in names:
         options = dict(CASES[name])

@@ -10,7 +10,7 @@ from test_interrupts import Interrupt, raising
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
-from hf_paged.options.settings import NATIVE
+from hf_paged.options import table
 from hf_paged.runner import prompt_scores
 from hf_paged.runner.model_runner import ModelRunner
 
@@ -147,7 +147,7 @@ def with_text():
         yield generator
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", table.names(table.NATIVE))
 def test_both_kinds_are_stocks_logits_and_scores_under_every_native_option(stock, with_text, name):
     options = ({} if name == "max_length" else {"max_new_tokens": 14}) | CASES[name]
     prompts = [PROMPTS[0], [7]]

@@ -37,8 +37,8 @@ from hf_paged.guards.families import FAMILIES
 from hf_paged.guards.hub_kernels import function_inside
 from hf_paged.guards.originals import of_class, of_family
 from hf_paged.guards.own_code import Originals, value_of
-from hf_paged.options.patched_options import ALWAYS, MADE_FOR, MADE_FOR_SAMPLING
-from hf_paged.options.settings import NATIVE
+from hf_paged.options import table
+from hf_paged.options.patched_options import ALWAYS
 
 # A value of each option that stock makes a processor or criterion for, in a model that ends at token 3.
 ACTIVE = {
@@ -53,12 +53,13 @@ ACTIVE = {
 # guesses that change no token.
 WITHOUT_CLASS = {"max_length", "max_new_tokens", "do_sample", "pad_token_id", "num_return_sequences",
                  "prompt_lookup_num_tokens"}
-OPTIONS = {**MADE_FOR, **MADE_FOR_SAMPLING}
+NATIVE = table.names(table.NATIVE)
+OPTIONS = {name: kind for name in NATIVE if (kind := table.OPTIONS[name].made) is not None}
 
 
 def _settings(option: str) -> dict:
     settings = {"max_new_tokens": 5, "eos_token_id": 3, option: ACTIVE[option]}
-    if option in MADE_FOR_SAMPLING:
+    if table.OPTIONS[option].only_sampling:
         settings |= {"do_sample": True}
         settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
     if option == "stop_strings":

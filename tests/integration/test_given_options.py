@@ -27,13 +27,14 @@ from transformers.generation.stopping_criteria import (
 )
 
 import hf_paged
-from hf_paged.integration import given_options
-from hf_paged.options.patched_options import MADE_FOR, MADE_FOR_SAMPLING
+from hf_paged.options import table
 
 MODEL = tiny_model(4, initializer_range=0.05)  # narrow weights: few tokens win, so that penalties and bans decide
 INPUTS = batch([20, 13, 5])
 FREE = stock_generate(MODEL, **INPUTS, max_new_tokens=12)[:, 20:]
 EOS = int(FREE[0, 3])
+
+NATIVE = [option for option in table.OPTIONS.values() if option.path == table.NATIVE]
 
 
 @pytest.fixture
@@ -78,8 +79,8 @@ def make(name):
 
 
 def test_every_class_that_stock_makes_for_a_native_option_is_read_and_tested_here():
-    made = {kind for kind in (MADE_FOR | MADE_FOR_SAMPLING).values() if kind.__module__ == processors.__name__}
-    assert made == set(given_options._READ)
+    made = {option.made for option in NATIVE if getattr(option.made, "__module__", "") == processors.__name__}
+    assert made == {option.made for option in NATIVE if option.of_processor is not None}
     assert {kind.__name__ for kind in made} == {*GREEDY, *SAMPLING}
 
 
@@ -93,7 +94,8 @@ def test_options_are_read_in_the_order_in_which_stock_applies_them():
     )
     MODEL._prepare_special_tokens(config, True, device="cpu", batch_size=1)
     made = MODEL._get_logits_processor(config, input_ids_seq_length=20, logits_processor=LogitsProcessorList())
-    assert [type(processor) for processor in made] == list(given_options._READ)
+    read = [option.made for option in NATIVE if option.of_processor is not None]
+    assert [type(processor) for processor in made] == read
 
 
 @pytest.mark.parametrize("kind", [list, LogitsProcessorList])

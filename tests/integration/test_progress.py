@@ -20,7 +20,7 @@ from hf_paged.integration import progress
 from hf_paged.integration.activity import Activity
 from hf_paged.integration.progress import Rate, TokenCount, _State
 from hf_paged.integration.requests import RequestMaker
-from hf_paged.options.request_options import SettingsReader
+from hf_paged.options.read import SettingsReader
 from hf_paged.outputs import Completion, StepOutput
 
 PROMPTS = random_prompts([20, 5, 33, 16])
@@ -77,7 +77,7 @@ def _drawing():
 
 WORK = {
     "making requests": (RequestMaker, "make"), "reading prompts": (RequestMaker, "_checked"),
-    "reading settings": (SettingsReader, "__call__"), "adding": (Engine, "add_all"), "stepping": (EngineCore, "step"),
+    "reading settings": (SettingsReader, "settings"), "adding": (Engine, "add_all"), "stepping": (EngineCore, "step"),
 }
 
 

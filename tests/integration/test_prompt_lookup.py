@@ -25,7 +25,7 @@ from threads import together
 from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 
 import hf_paged
-from hf_paged.options.settings import LOCKSTEP
+from hf_paged.options import table
 
 REPEATED = left_padded([random_prompts([5])[0] * 4])
 LOOKUP = {"prompt_lookup_num_tokens": 5}
@@ -135,7 +135,7 @@ def sequences(made):
 
 
 def test_every_option_of_lockstep_is_among_these():
-    assert IN_LOCKSTEP.keys() | ELSEWHERE == set(LOCKSTEP)
+    assert IN_LOCKSTEP.keys() | ELSEWHERE == set(table.names(table.LOCKSTEP))
 
 
 @pytest.mark.parametrize("name", IN_LOCKSTEP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -12,7 +13,8 @@ from support import tiny_model
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
-from hf_paged.options.arguments import ConfigMerger, RecentMerges, merge_config, token_id_lists, token_ids
+from hf_paged.options.arguments import merge_config, token_id_lists, token_ids
+from hf_paged.options.read import MergeCache, SettingsReader, call_key
 
 FIELDS = {
     "max_new_tokens": st.one_of(st.integers(1, 5), st.sampled_from([None, True, 0, -1, 2.0, "3", np.int64(4)])),
@@ -66,12 +68,16 @@ def outcome(call, *args):
     return type(merged), {name: (type(value), repr(value)) for name, value in vars(merged).items()}
 
 
+def reader(model, kwargs, cache=None):
+    return SettingsReader(model, kwargs, cache or MergeCache(), 256).merged
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
 
 
-RECENT = RecentMerges()  # of all examples: what one leaves there is not another's
+CACHE = MergeCache()  # of all examples: what one leaves there is not another's
 
 
 @settings(max_examples=300)
@@ -80,7 +86,7 @@ def test_configs_of_one_call_merge_as_each_alone(model, configs, kwargs, default
     model.generation_config = GenerationConfig(eos_token_id=None)
     vars(model.generation_config).update(defaults)
     before = [None if config is None else repr(vars(config)) for config in configs]
-    merge = ConfigMerger(model, kwargs, RECENT)
+    merge = reader(model, kwargs, CACHE)
     for config in configs:
         assert outcome(merge, config) == outcome(merge_config, model, config, kwargs)
     assert [None if config is None else repr(vars(config)) for config in configs] == before
@@ -94,43 +100,70 @@ def count_merges(model, monkeypatch):
         calls.append(config)
         return own(model, config)[0]
 
-    monkeypatch.setattr("hf_paged.options.arguments.merge_config", merge)
+    monkeypatch.setattr("hf_paged.options.read.merge_config", merge)
     return calls
 
 
 def test_configs_that_differ_in_their_length_only_merge_once(model, monkeypatch):
     calls = count_merges(model, monkeypatch)
-    merge = ConfigMerger(model, {}, RecentMerges())
+    merge = reader(model, {})
     made = [merge(GenerationConfig(max_new_tokens=n, do_sample=True)) for n in range(1, 9)]
     assert len(calls) == 1
     assert [config.max_new_tokens for config in made] == list(range(1, 9))
-    assert {id(merge.first_like(config)) for config in made} == {id(made[0])}
-    other = merge(GenerationConfig(max_new_tokens=1, do_sample=True, temperature=0.6))
-    assert merge.first_like(other) is other
+    merge(GenerationConfig(max_new_tokens=1, do_sample=True, temperature=0.6))
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"max_new_tokens": 5}])
 def test_configs_that_say_the_same_have_one_result(model, kwargs):
-    merge = ConfigMerger(model, kwargs, RecentMerges())
-    made = [merge(GenerationConfig(max_new_tokens=n, temperature=t)) for t in (0.5, 0.6) for n in (3, 4, 3, 4)]
-    assert made[0] is made[2] and made[1] is made[3]
-    assert (made[0] is made[1]) == bool(kwargs), "the call's own length is that of all"
-    assert {id(config) for config in made[:4]}.isdisjoint(map(id, made[4:]))
+    cache, key = MergeCache(), call_key(model, kwargs)
+    made = [cache(model, GenerationConfig(max_new_tokens=n, temperature=t), kwargs, key)
+            for t in (0.5, 0.6) for n in (3, 4, 3, 4)]
+    assert len({id(one.first) for one in made[:4]}) == len({id(one.first) for one in made[4:]}) == 1
+    assert made[0].first is not made[4].first
+    assert [one.config.max_new_tokens for one in made] == ([5] * 8 if kwargs else [3, 4, 3, 4] * 2)
+
+
+def test_a_config_that_was_changed_is_merged_anew(model):
+    cache, config = MergeCache(), GenerationConfig(max_new_tokens=3, eos_token_id=[3])
+    for change in (lambda: None, lambda: setattr(config, "temperature", 0.5), lambda: config.eos_token_id.append(4),
+                   lambda: setattr(config, "bad_words_ids", [[1, 2]]), lambda: config.bad_words_ids[0].append(3)):
+        change()
+        merged = cache(model, config, {}, call_key(model, {})).config
+        assert outcome(lambda made: made, merged) == outcome(merge_config, model, config, {})
 
 
 def test_calls_with_equal_settings_merge_once_whatever_becomes_of_their_lists(model, monkeypatch):
-    calls, recent = [], RecentMerges()
-    monkeypatch.setattr("hf_paged.options.arguments.merge_config",
+    calls, cache = [], MergeCache()
+    monkeypatch.setattr("hf_paged.options.read.merge_config",
                         lambda *arguments: calls.append(arguments) or merge_config(*arguments))
     eos = [5]
-    first = ConfigMerger(model, {"max_new_tokens": 4, "eos_token_id": eos}, recent)(None)
-    again = ConfigMerger(model, {"max_new_tokens": 4, "eos_token_id": [5]}, recent)(None)
+    first = reader(model, {"max_new_tokens": 4, "eos_token_id": eos}, cache)(None)
+    again = reader(model, {"max_new_tokens": 4, "eos_token_id": [5]}, cache)(None)
     assert len(calls) == 1 and again is first
     eos.append(6)
-    assert ConfigMerger(model, {"max_new_tokens": 4, "eos_token_id": [5]}, recent)(None).eos_token_id == [5]
-    assert ConfigMerger(model, {"max_new_tokens": 4, "eos_token_id": eos}, recent)(None).eos_token_id == [5, 6]
+    assert reader(model, {"max_new_tokens": 4, "eos_token_id": [5]}, cache)(None).eos_token_id == [5]
+    assert reader(model, {"max_new_tokens": 4, "eos_token_id": eos}, cache)(None).eos_token_id == [5, 6]
     model.generation_config.temperature = 0.3
-    assert ConfigMerger(model, {"max_new_tokens": 4, "eos_token_id": [5]}, recent)(None).temperature == 0.3
+    assert reader(model, {"max_new_tokens": 4, "eos_token_id": [5]}, cache)(None).temperature == 0.3
+
+
+class Mute:
+    """A value whose text says nothing of it."""
+
+    def __repr__(self):
+        return "Mute()"
+
+
+def test_values_whose_texts_are_alike_are_not_taken_for_one_another(model):
+    cache, values = MergeCache(), [Mute(), [Mute()], (1, [Mute()])]
+    for value in [*values, *map(copy.deepcopy, values)]:
+        config = GenerationConfig(max_new_tokens=3)
+        config.of_my_own = value
+        merged = cache(model, config, {}, call_key(model, {})).config
+        again = GenerationConfig(max_new_tokens=3)
+        again.of_my_own = copy.deepcopy(value)
+        assert cache(model, again, {}, call_key(model, {})).first is not merged
 
 
 def test_a_merge_that_is_not_transformers_own_is_asked_every_time(monkeypatch):
@@ -141,7 +174,7 @@ def test_a_merge_that_is_not_transformers_own_is_asked_every_time(monkeypatch):
             return merged, unused
 
     model = Halving(tiny_model().config)
-    merge = ConfigMerger(model, {}, RecentMerges())
+    merge = reader(model, {})
     assert [merge(GenerationConfig(max_new_tokens=n)).max_new_tokens for n in (8, 6)] == [4, 3]
 
 

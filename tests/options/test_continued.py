@@ -12,7 +12,7 @@ from support import assert_idle, byte_tokenizer, random_prompts, tiny_model
 from transformers import GenerationConfig
 
 from hf_paged import Completion, PagedGenerator
-from hf_paged.options.settings import NATIVE
+from hf_paged.options import table
 
 PROMPTS = [*random_prompts([20, 33]), [7]]
 # Options that count from the end of the prompt: taking the output for prompt gives something else.
@@ -50,10 +50,10 @@ def assert_same_end(made, whole):
 
 
 def test_every_native_option_has_a_case():
-    assert set(CASES) == set(NATIVE)
+    assert set(CASES) == set(table.names(table.NATIVE))
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", table.names(table.NATIVE))
 def test_going_on_gives_what_an_uninterrupted_request_gives(generator, name):
     options = {"max_new_tokens": 14} | CASES[name]
     if name == "max_length":
@@ -77,7 +77,7 @@ def test_going_on_gives_what_an_uninterrupted_request_gives(generator, name):
         assert [made.token_ids for made in naive] != rests
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", table.names(table.NATIVE))
 def test_the_cases_show_in_the_tokens(generator, name):
     """All but those whose job is to leave tokens as they are."""
     neutral = {"prompt_lookup_num_tokens", "max_time", "pad_token_id", "remove_invalid_values", "renormalize_logits"}

@@ -7,15 +7,8 @@ import torch
 from transformers import GenerationConfig
 
 from hf_paged import UnsupportedOptionError
-from hf_paged.options.settings import (
-    FALLBACK,
-    INERT,
-    LOCKSTEP,
-    NATIVE,
-    settings_from_config,
-    token_id_tuple,
-    unsupported_option,
-)
+from hf_paged.options import table
+from hf_paged.options.settings import settings_from_config, token_id_tuple, unsupported_option
 
 FIELDS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 
@@ -28,16 +21,11 @@ def config(**kwargs):
     return result
 
 
-def test_no_field_is_in_two_tables():
-    assert not set(NATIVE) & set(INERT)
-    assert not (set(NATIVE) | set(INERT)) & (set(FALLBACK) | set(LOCKSTEP))
-
-
 def test_a_default_config_needs_no_fallback():
     assert unsupported_option(GenerationConfig()) is None
 
 
-@pytest.mark.parametrize("name", [n for n in FIELDS if n not in NATIVE and n not in INERT])
+@pytest.mark.parametrize("name", [n for n in FIELDS if n not in table.names(table.NATIVE, table.INERT)])
 def test_every_other_field_with_a_value_needs_stock(name):
     option = unsupported_option(config(**{name: 0.123}))
     assert option == f"{name}=0.123 is not carried out by the paged engine"
@@ -45,9 +33,9 @@ def test_every_other_field_with_a_value_needs_stock(name):
         settings_from_config(config(**{name: 0.123}), 5, 256)
 
 
-@pytest.mark.parametrize("name", FALLBACK)
+@pytest.mark.parametrize("name", table.names(table.LOCKSTEP, table.STOCK, table.ARGUMENT))
 def test_neutral_values_are_native(name):
-    for value in FALLBACK[name]:
+    for value in table.OPTIONS[name].neutral:
         assert unsupported_option(config(**{name: value})) is None
 
 

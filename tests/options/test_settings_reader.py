@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from support import tiny_model
 from transformers import GenerationConfig
 
-from hf_paged.options.arguments import ConfigMerger, RecentMerges, merge_config
-from hf_paged.options.request_options import PLAIN, RequestOptions, SettingsReader, settings_with
+from hf_paged.options.arguments import merge_config
+from hf_paged.options.read import MergeCache, SettingsReader
+from hf_paged.options.request_options import PLAIN, RequestOptions, settings_with
 from hf_paged.options.settings import settings_from_config
 
 VOCAB_SIZE = 256
@@ -68,9 +69,7 @@ def alone(model, config, length, options, kwargs):
 
 
 def reader(model, kwargs):
-    merge = ConfigMerger(model, kwargs, RecentMerges())
-    read = SettingsReader(merge, VOCAB_SIZE)
-    return lambda config, length, options: read(merge(config), length, options)
+    return SettingsReader(model, kwargs, MergeCache(), VOCAB_SIZE).settings
 
 
 @settings(max_examples=300)
@@ -109,7 +108,7 @@ def test_a_length_penalty_is_checked_for_every_length(model):
 
 def test_what_is_the_same_is_read_once(model, monkeypatch):
     reads, own = [], settings_from_config
-    monkeypatch.setattr("hf_paged.options.request_options.settings_from_config",
+    monkeypatch.setattr("hf_paged.options.read.settings_from_config",
                         lambda *arguments: reads.append(arguments) or own(*arguments))
     read = reader(model, {})
     made = [read(config_of(max_new_tokens=n, do_sample=True), length, PLAIN) for n in (3, 4, 3) for length in (5, 12)]

@@ -13,7 +13,7 @@ from support import Interrupt, interrupted_behind
 
 from hf_paged.runner import request_state
 from hf_paged.runner.request_state import FIRST_TOKEN_CAPACITY, RequestState, SlotParameters
-from hf_paged.sampling.edits import Edits
+from hf_paged.sampling.edit_reference import Edits
 
 SETTINGS = SlotParameters(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=2**60 + 1, min_length=9,
                           eos_token_ids=(4,), max_length=100)

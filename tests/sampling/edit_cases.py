@@ -16,7 +16,8 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from hf_paged.sampling.edits import Edits, EditState, encode_edits, sample_edited
+from hf_paged.sampling.edit_reference import Edits
+from hf_paged.sampling.edits import EditState, encode_edits, sample_edited
 from hf_paged.sampling.sampler import SamplingRows, derive_seed
 from hf_paged.sampling.table import SamplingTable
 

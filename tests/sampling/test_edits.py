@@ -15,9 +15,9 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_paged.sampling import edit_lines
 from hf_paged.sampling.edit_lines import SharedLines, encode_tokens
-from hf_paged.sampling.edit_reference import edited_scores
+from hf_paged.sampling.edit_reference import Edits, edited_scores
 from hf_paged.sampling.edit_warpers import cut_off, warped_scores
-from hf_paged.sampling.edits import Edits, EditState, encode_edits, sample_edited
+from hf_paged.sampling.edits import EditState, encode_edits, sample_edited
 from hf_paged.sampling.sampler import processed_scores, sample
 
 VOCAB = 30

@@ -29,16 +29,10 @@ from hf_paged.options.settings import (
     token_id_tuple,
     unsupported_option,
 )
+from hf_paged.options.table import option_of
 
 # Options of how the cache is kept: continuous batching keeps its own, whatever their values.
 CACHE_OPTIONS = ("use_cache", "cache_implementation")
-# Options that come to transformers' continuous batching as logits processors; it looks at no other that we lack.
-SEEN_BY_STOCK = (
-    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
-    "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "typical_p", "epsilon_cutoff", "eta_cutoff",
-    "guidance_scale", "renormalize_logits", "remove_invalid_values", "exponential_decay_length_penalty",
-    "watermarking_config", "top_h", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size",
-)
 _OPTIONS = frozenset(vars(GenerationConfig()))
 _SIZES = frozenset(field.name for field in dataclasses.fields(ContinuousBatchingConfig)) - _OPTIONS
 
@@ -229,7 +223,7 @@ def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousB
         return reason
     if (option := unsupported_option(config)) is not None:
         name = option.partition("=")[0]
-        if name in SEEN_BY_STOCK:
+        if option_of(name).made is not None:  # transformers' continuous batching makes the processor
             return option
         return Reason(f"{name}={{}} is not carried out by the paged engine, and transformers' own continuous batching "
                       "ignores it", described(getattr(config, name)), remedy="Use `model.generate` for this option.")
