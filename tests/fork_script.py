@@ -27,6 +27,7 @@ from hf_paged.integration import install
 from hf_paged.integration.continuous_batching.manager import PagedBatchingManager
 from hf_paged.models.replica import Replica
 from hf_paged.observe.trace_file import TraceFile
+from hf_paged.process_lock import ProcessCondition
 
 INPUTS, OTHERS = batch([40, 20]), batch([30, 7, 25], seed=2)
 DEADLINE_S = 30.0
@@ -256,7 +257,7 @@ def case_streamer_in_lockstep():
 
 
 def case_idle():
-    """A fork of an idle engine, as a data loader makes it: what is cached stays cached."""
+    """A fork of an idle engine, as a data loader makes it: the child begins with an empty cache, the parent's stays."""
     model = hf_paged.enable(tiny_model(), strict=True)
     prompts = {"input_ids": torch.tensor(random_prompts([64]))}
     expected = model.generate(**prompts, max_new_tokens=4)
@@ -264,9 +265,15 @@ def case_idle():
     def check():
         before = hf_paged.get_engine(model).stats().prefix_cache_hits
         assert torch.equal(model.generate(**prompts, max_new_tokens=4), expected)
+        assert hf_paged.get_engine(model).stats().prefix_cache_hits == before
+        assert torch.equal(model.generate(**prompts, max_new_tokens=4), expected)
         assert hf_paged.get_engine(model).stats().prefix_cache_hits > before
 
-    return [in_child(check)]
+    results = [in_child(check)]
+    before = hf_paged.get_engine(model).stats().prefix_cache_hits
+    assert torch.equal(model.generate(**prompts, max_new_tokens=4), expected)
+    assert hf_paged.get_engine(model).stats().prefix_cache_hits > before
+    return results
 
 
 def case_ranks():
@@ -297,7 +304,7 @@ def case_ranks():
 
 
 def locks():
-    """{name as in test_at_fork.RENEWED: how to get at the lock now}."""
+    """The locks by their names of test_at_fork.RENEWED."""
     model = hf_paged.enable(tiny_model())
     manager = model.init_continuous_batching()
     assert isinstance(manager, PagedBatchingManager)
@@ -309,28 +316,31 @@ def locks():
                                  for name in ("engine.engine_registry", "observe.registry"))
     driver = Driver(hf_paged.get_engine(model))
     file = TraceFile(os.devnull)
+    engine = hf_paged.get_engine(model)
     return {
-        "hf_paged._importing": lambda: hf_paged._importing,
-        "hf_paged.engine.call_counts.CallCounts._lock": lambda: hf_paged.get_engine(model).calls._lock,
-        "hf_paged.engine.driver.Driver._changed": lambda: driver._changed,
-        "hf_paged.engine.engine_registry._lock": lambda: engine_registry._lock,
-        "hf_paged.engine.form_compilers.FormCompilers._lock": lambda: COMPILERS._lock,
-        "hf_paged.engine.grammars.Grammars._lock": lambda: hf_paged.get_engine(model)._core.grammars._lock,
-        "hf_paged.engine.grammars.Grammars._reading": lambda: hf_paged.get_engine(model)._core.grammars._reading,
-        "hf_paged.observe.registry._lock": lambda: registry._lock,
-        "hf_paged.observe.trace_file.TraceFile._lock": lambda: file._lock,
-        "hf_paged.integration.hooks.lock": lambda: hooks.lock,
-        "hf_paged.integration.explain._one_at_a_time": lambda: explain._one_at_a_time,
-        "hf_paged.integration.install._enabling_one": lambda: install._enabling_one,
-        "hf_paged.integration.late_cache._Call.computing": lambda: cache._call.computing,
-        "hf_paged.models.paged_calls._lock": lambda: paged_calls._lock,
-        "hf_paged.models.replica.Replica._meeting": lambda: replica._meeting,
-        "hf_paged.engine.fair_lock.FairLock.rlock": lambda: hf_paged.get_engine(model)._lock.rlock,
-        "hf_paged.integration.continuous_batching.board.RequestBoard.changed": lambda: manager.board.changed,
-        # The same condition by other names.
-        "manager": lambda: manager._changed,
-        "outputs": lambda: manager.board.outputs._changed,
+        "hf_paged._importing": hf_paged._importing,
+        "hf_paged.engine.call_counts.CallCounts._lock": engine.calls._lock,
+        "hf_paged.engine.driver.Driver._condition": driver._condition,
+        "hf_paged.engine.engine.Engine._lock": engine._lock,
+        "hf_paged.engine.engine_registry._lock": engine_registry._lock,
+        "hf_paged.engine.form_compilers.FormCompilers._lock": COMPILERS._lock,
+        "hf_paged.engine.grammars.Grammars._lock": engine._core.grammars._lock,
+        "hf_paged.engine.grammars.Grammars._reading": engine._core.grammars._reading,
+        "hf_paged.observe.registry._lock": registry._lock,
+        "hf_paged.observe.trace_file.TraceFile._lock": file._lock,
+        "hf_paged.integration.hooks.lock": hooks.lock,
+        "hf_paged.integration.explain._one_at_a_time": explain._one_at_a_time,
+        "hf_paged.integration.install._enabling_one": install._enabling_one,
+        "hf_paged.integration.late_cache._Call.computing": cache._call.computing,
+        "hf_paged.models.paged_calls._lock": paged_calls._lock,
+        "hf_paged.models.replica.Replica._meeting": replica._meeting,
+        "hf_paged.integration.continuous_batching.board.RequestBoard._changed": manager.board._changed,
     }
+
+
+def current(lock):
+    """What has to be taken of a lock of ours in this process."""
+    return lock.condition if isinstance(lock, ProcessCondition) else lock.rlock
 
 
 def case_locks():
@@ -341,7 +351,7 @@ def case_locks():
     table, held, stop = locks(), threading.Event(), threading.Event()
 
     def hold():
-        taken = [get() for get in table.values()]
+        taken = list(map(current, table.values()))
         for lock in taken:
             lock.acquire()
         held.set()
@@ -354,13 +364,13 @@ def case_locks():
     held.wait()
 
     def check():
-        stuck = [name for name, get in table.items() if not get().acquire(blocking=False)]
+        stuck = [name for name, lock in table.items() if not current(lock).acquire(blocking=False)]
         assert not stuck, stuck
 
     results = [in_child(check)]
     stop.set()
     thread.join()
-    print("LOCKS", *sorted(name for name in table if "." in name))
+    print("LOCKS", *sorted(table))
     return results
 
 

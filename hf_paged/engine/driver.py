@@ -14,11 +14,11 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from hf_paged import at_fork
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.session import NewRequest, Session
 from hf_paged.errors import EngineClosedError
 from hf_paged.outputs import StepOutput
+from hf_paged.process_lock import ProcessCondition
 
 logger = logging.getLogger(__name__)
 
@@ -89,14 +89,17 @@ class Driver:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._changed = threading.Condition()
+        self._condition = ProcessCondition()
         self._wishes: list[Callable[[], None]] = []  # of calls, for the thread
         self._calls: list[DrivenCall] = []  # the thread's own
         self._news: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}  # the thread's own
         self._thread: threading.Thread | None = None
         self._is_ended = False
-        at_fork.register(self)
         _drivers.add(self)
+
+    @property
+    def _changed(self) -> threading.Condition:
+        return self._condition.condition
 
     def call(self, *, stream: bool) -> DrivenCall:
         """A call without requests as yet, of the running event loop. With ``stream`` every token is an output."""
@@ -116,15 +119,10 @@ class Driver:
             self._is_ended = True
             self._changed.notify_all()
 
-    def after_fork_in_child(self) -> None:
-        """The thread, and the loops whose calls it served, are the parent's."""
-        self._changed = threading.Condition()
-        self._wishes, self._calls, self._news, self._thread = [], [], {}, None
-
     def give_up(self) -> None:
         """End all calls, and wait for the end of the thread."""
         thread = self._thread
-        if thread is not None:
+        if thread is not None and thread.is_alive():
             self._wish(self._close_all)
             self.end()
             thread.join(_PARTING_S)
@@ -133,6 +131,8 @@ class Driver:
 
     def _wish(self, wish: Callable[[], None]) -> None:
         with self._changed:
+            if self._thread is not None and not self._thread.is_alive():  # in a forked child it is the parent's
+                self._wishes, self._calls, self._news, self._thread = [], [], {}, None
             self._wishes.append(wish)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hf_paged-driver", daemon=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from hf_paged import at_fork
 from hf_paged.engine.engine import Engine
 from hf_paged.guards.at_home import chain_of
 from hf_paged.integration import fallback, generate, paths, ranks, stock_loop
@@ -27,8 +25,9 @@ from hf_paged.integration.engines import ENGINES, engine_of
 from hf_paged.integration.structured_calls import with_structure
 from hf_paged.integration.view import model_of, view_of
 from hf_paged.options.settings import option_reason
+from hf_paged.process_lock import ProcessLock
 
-lock = threading.RLock()  # models are enabled and disabled, and methods replaced, by one thread at a time
+lock = ProcessLock()  # models are enabled and disabled, and methods replaced, by one thread at a time
 _holders = 0  # of `hold`
 _CUSTOM = 10  # the place of `custom_generate` behind `self`; a function in place of stock's `generate` may hide it
 _MISSING = object()  # the method is inherited by GenerationMixin, not its own
@@ -38,7 +37,7 @@ before_first_call: list[Callable[[Any], None]] = []  # what `install` does with 
 
 def place() -> None:
     """Place the hooks that do not stand in `GenerationMixin`; a hook that another function wraps does."""
-    with lock:
+    with lock.rlock:
         for name, make in _HOOKS.items():
             current = getattr(GenerationMixin, name)
             if any(map(_is_hook, chain_of(current))):
@@ -54,7 +53,7 @@ def put_back_if_unused() -> None:
 
     A hook that another program replaced or wrapped stays where it is, and calls what stood there before.
     """
-    with lock:
+    with lock.rlock:
         if ENGINES or _holders:
             return
         for name in _HOOKS:
@@ -90,7 +89,7 @@ def _inherited(name: str, current: Callable) -> Callable:
 def hold() -> None:
     """Place the hooks, and keep them placed until as many calls of `release`."""
     global _holders
-    with lock:
+    with lock.rlock:
         _holders += 1
         place()
 
@@ -98,7 +97,7 @@ def hold() -> None:
 def release() -> None:
     """End what one `hold` began."""
     global _holders
-    with lock:
+    with lock.rlock:
         _holders -= 1
         put_back_if_unused()
 
@@ -221,10 +220,3 @@ _HOOKS: dict[str, Callable[[Callable], Callable]] = {
     **{name: functools.partial(_batching_hook, function, _of_first_call) for name, function in METHODS.items()},
     "destroy_cached_continuous_batching_manager": functools.partial(_batching_hook, destroy_cached_manager, _of_call),
 }
-
-
-@at_fork.in_child
-def _renew_in_child() -> None:
-    """The thread that was replacing methods when another one forked does not exist in the child."""
-    global lock
-    lock = at_fork.renewed(lock)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_paged import at_fork
 from hf_paged.integration.continuous_batching.requests import BatchedRequest, failed_output
+from hf_paged.process_lock import ProcessCondition
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +24,16 @@ class RequestBoard:
     """Open requests of one manager: those that arrived, those that run, those to be cancelled. Thread-safe."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.outputs = OutputBox(self.changed)
+        self._changed = ProcessCondition()
+        self.outputs = OutputBox(self._changed)
         self.open: dict[str, BatchedRequest] = {}  # every request that is neither finished nor cancelled
         self._arrivals: list[BatchedRequest] = []
         self._cancelled: list[BatchedRequest] = []
+
+    @property
+    def changed(self) -> threading.Condition:
+        """Held for every look at the board, and notified of every change."""
+        return self._changed.condition
 
     def check_ids(self, requests: list[BatchedRequest]) -> None:
         """ValueError for an id that an open request has."""
@@ -58,11 +63,6 @@ class RequestBoard:
                     self._cancelled.append(request)
                     self.outputs.forget(key)
             self.changed.notify_all()
-
-    def renew(self) -> None:
-        """In the child of a fork: a condition that no thread holds; no handlers: their event loops are the parent's."""
-        self.changed = at_fork.renewed(self.changed)
-        self.outputs.renew(self.changed)
 
     def has_work(self) -> bool:
         return bool(self.open or self._cancelled)
@@ -96,10 +96,14 @@ class RequestBoard:
 class OutputBox:
     """Outputs of one manager in the order they came. Thread-safe; `changed` is the manager's condition."""
 
-    def __init__(self, changed: threading.Condition) -> None:
-        self._changed = changed
+    def __init__(self, changed: ProcessCondition) -> None:
+        self._condition = changed
         self._waiting: deque[GenerationOutput] = deque()
         self._handlers: dict[str, tuple[Callable, asyncio.AbstractEventLoop]] = {}
+
+    @property
+    def _changed(self) -> threading.Condition:
+        return self._condition.condition
 
     def deliver(self, outputs: Iterable[GenerationOutput]) -> None:
         """Hand each output to the handler of its request, or keep it for `take`."""
@@ -131,9 +135,8 @@ class OutputBox:
             if not any(output.is_finished() for output in early):
                 self._handlers[request_id] = callback, loop
 
-    def renew(self, changed: threading.Condition) -> None:
-        """In the child of a fork: see `RequestBoard.renew`."""
-        self._changed = changed
+    def forget_handlers(self) -> None:
+        """Keep all outputs for `take`: the event loops of the handlers are another process'."""
         self._handlers.clear()
 
     def forget(self, request_id: str) -> None:

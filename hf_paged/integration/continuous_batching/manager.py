@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_paged import at_fork
 from hf_paged.engine.engine import Engine
 from hf_paged.integration.call_context import within
 from hf_paged.integration.continuous_batching.board import RequestBoard
@@ -82,7 +81,6 @@ class PagedBatchingManager:
         self.background_thread_status = ThreadStatus()
         self._generation_thread: threading.Thread | None = None
         self.board = RequestBoard()
-        self._changed = self.board.changed
         self._stop = RUN
         self._is_over = False  # the thread ran and ended
         self._num_pauses = 0
@@ -90,7 +88,10 @@ class PagedBatchingManager:
         self._my_pauses = threading.local()
         self._num_requests = 0  # counts ids made
         self._num_seeds = 0
-        at_fork.register(self)
+
+    @property
+    def _changed(self) -> threading.Condition:
+        return self.board.changed
 
     @property
     def model(self) -> Any:
@@ -117,6 +118,7 @@ class PagedBatchingManager:
 
     def is_running(self) -> bool:
         """Whether the thread was started and still runs."""
+        self._check_thread()
         return self._generation_thread is not None and self._generation_thread.is_alive()
 
     def start(self) -> None:
@@ -128,8 +130,8 @@ class PagedBatchingManager:
         worker = BatchingWorker(self.engine, self.board, self.wait_for_work, self.end)
         with self._changed:
             self._stop, self._is_over, self.background_thread_status.fatal_error = RUN, False, None
-        thread = threading.Thread(target=worker.run, name="hf_paged continuous batching", daemon=True)
-        self._generation_thread = thread
+            thread = threading.Thread(target=worker.run, name="hf_paged continuous batching", daemon=True)
+            self._generation_thread = thread
         _RUNNING.add(self)
         thread.start()
 
@@ -235,6 +237,7 @@ class PagedBatchingManager:
             TypeError: a salt that is no str.
             queue.Full: `max_queue_size` requests waited for ten seconds.
         """
+        self._check_thread()
         own = _OWN.get()
         config = own.config or self.generation_config
         salt = salt_digest(cache_salt)
@@ -279,6 +282,7 @@ class PagedBatchingManager:
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The oldest output that was not fetched (of `request_id`); None after `timeout` seconds, where the thread
         does not run, where the request gets cancelled, or, without a timeout, where no such request is open."""
+        self._check_thread()
         may_wait_for_it = timeout is not None and request_id not in self.board.open
 
         def may_come() -> bool:
@@ -342,13 +346,13 @@ class PagedBatchingManager:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def after_fork_in_child(self) -> None:
-        """The thread is the parent's: here every open request fails, and `start` makes another one."""
-        self.board.renew()
-        self._changed = self.board.changed
-        self._num_pauses, self._is_paused = getattr(self._my_pauses, "count", 0), False
-        if self._generation_thread not in (None, threading.current_thread()) and not self._is_over:
-            self.end(RuntimeError("the process forked, and the thread that generates is the parent's"))
+    def _check_thread(self) -> None:
+        """Fail every open request where the thread is dead and never said so: it is the parent's in a forked child."""
+        thread = self._generation_thread
+        if thread is not None and thread.ident is not None and not self._is_over and not thread.is_alive():
+            self.board.outputs.forget_handlers()
+            self._num_pauses, self._is_paused = getattr(self._my_pauses, "count", 0), False
+            self.end(RuntimeError("the process was forked, and the thread that generates is the parent's"))
 
     def _let_model_go(self) -> None:
         """A kept manager whose thread is over does not keep its model alive."""
