@@ -21,10 +21,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
 from hf_paged import Engine, PagedConfig
-from hf_paged.engine.driver import Driver
+from hf_paged.engine.driver import EngineThread
 from hf_paged.engine.form_compilers import COMPILERS
 from hf_paged.integration import install
-from hf_paged.integration.continuous_batching.manager import PagedBatchingManager
 from hf_paged.models.replica import Replica
 from hf_paged.observe.trace_file import TraceFile
 from hf_paged.process_lock import ProcessCondition
@@ -306,21 +305,19 @@ def case_ranks():
 def locks():
     """The locks by their names of test_at_fork.RENEWED."""
     model = hf_paged.enable(tiny_model())
-    manager = model.init_continuous_batching()
-    assert isinstance(manager, PagedBatchingManager)
     paged_calls = importlib.import_module("hf_paged.models.paged_calls")
     cache = model.generate(**INPUTS, max_new_tokens=2, return_dict_in_generate=True).past_key_values
     replica = Replica(model)
     hooks, explain = (importlib.import_module(f"hf_paged.integration.{name}") for name in ("hooks", "explain"))
     engine_registry, registry = (importlib.import_module(f"hf_paged.{name}")
                                  for name in ("engine.engine_registry", "observe.registry"))
-    driver = Driver(hf_paged.get_engine(model))
+    thread = EngineThread(lambda: hf_paged.get_engine(model))
     file = TraceFile(os.devnull)
     engine = hf_paged.get_engine(model)
     return {
         "hf_paged._importing": hf_paged._importing,
         "hf_paged.engine.call_counts.CallCounts._lock": engine.calls._lock,
-        "hf_paged.engine.driver.Driver._condition": driver._condition,
+        "hf_paged.engine.driver.EngineThread._condition": thread._condition,
         "hf_paged.engine.engine.Engine._lock": engine._lock,
         "hf_paged.engine.engine_registry._lock": engine_registry._lock,
         "hf_paged.engine.form_compilers.FormCompilers._lock": COMPILERS._lock,
@@ -334,7 +331,6 @@ def locks():
         "hf_paged.integration.late_cache._Call.computing": cache._call.computing,
         "hf_paged.models.paged_calls._lock": paged_calls._lock,
         "hf_paged.models.replica.Replica._meeting": replica._meeting,
-        "hf_paged.integration.continuous_batching.board.RequestBoard._changed": manager.board._changed,
     }
 
 

@@ -28,7 +28,7 @@ PIECES, FALLBACK, CACHE = (f"integration/{name}.py" for name in ("stock_pieces",
 GIVEN, LATE = (f"integration/{name}.py" for name in ("given_options", "late_cache"))
 GIVEN_TESTS, LATE_TESTS = "integration/test_given_options.py", "integration/test_late_cache.py"
 BATCHING = "integration/continuous_batching"
-BOARD, REQUESTS_FILE, MANAGER = (f"{BATCHING}/{name}.py" for name in ("board", "requests", "manager"))
+BOARD, REQUESTS_FILE = (f"{BATCHING}/{name}.py" for name in ("board", "requests"))
 OPTIONS_TESTS = "integration/test_generate_options.py"
 FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
 LOCKSTEP_TESTS = "integration/test_stock_loop.py"
@@ -174,8 +174,10 @@ INTEGRATION = [
                     "integration/continuous_batching/test_board.py", "children"),
     PackageMutation(REQUESTS_FILE, "        return [*children, self]\n", "        return [self, *children]\n",
                     "integration/continuous_batching/test_board.py", "children"),
-    PackageMutation(MANAGER, "self._stop = max(self._stop, HARD_STOP if hard_stop else FLUSH)", "self._stop = FLUSH",
+    PackageMutation("engine/driver.py", "self._stop = max(self._stop, _NOW if now else _FLUSH)", "self._stop = _FLUSH",
                     BATCHING_TESTS, "hard_stop_fails"),
+    PackageMutation("engine/driver.py", "            self._end_requests(call)\n            call.fail(error)\n",
+                    "            self._end_requests(call)\n", BATCHING_TESTS, "breaks_fails"),
     PackageMutation("integration/continuous_batching/methods.py",
                     "            manager.stop(block=block, timeout=timeout, hard_stop=True)\n",
                     "            pass\n", BATCHING_TESTS, "stops_also_where_its_block_raises"),
@@ -247,9 +249,6 @@ REQUESTS = [
                     "return request", FAILING_TESTS, "ran_ahead"),
     PackageMutation("engine/stopping.py", "        if len(watched) == 1:\n", "        if True:\n",
                     "engine/test_stopping.py", "one_row_ends_that_row"),
-    PackageMutation("integration/continuous_batching/worker.py",
-                    "            if not self._running and not self._arrived:\n",
-                    "            if True:\n", BATCHING_TESTS, "breaks_fails"),
     PackageMutation("engine/engine.py", "                    self._look_for_arrivals()\n                    if self.",
                     "                    self._has_looked = False\n                    if self.",
                     "engine/test_engine.py", "before_a_change_of_the_model"),
@@ -467,7 +466,7 @@ SERVER = [
                     "last_token"),
     PackageMutation("engine/stopping.py", 'return "stop" if any(stop in text for stop in self._texts) else None',
                     "return None", "engine/test_stopping.py", "text"),
-    PackageMutation(f"{BATCHING}/worker.py", "                stop = stop_rule(self._engine, settings, request)\n",
+    PackageMutation(f"{BATCHING}/batched_calls.py", "                stop = stop_rule(engine, settings, request)\n",
                     "                stop = None\n", BATCHED_TESTS, "runs_in_the_batch"),
 ]
 
@@ -895,8 +894,8 @@ AWAITED = [
     PackageMutation("engine/observer.py", "                self.remove(observer)\n", "", OBSERVER_TESTS, "is_dropped"),
     PackageMutation(DRIVER, "            self._calls.remove(call)\n            self._end_requests(call)\n",
                     "            self._calls.remove(call)\n", ASYNC_TESTS, "within_a_step"),
-    PackageMutation(DRIVER, "                for call in [call for call in self._calls if call.loop is loop]:\n"
-                    "                    self._close(call)\n", "                pass\n", ASYNC_TESTS, "takes_them"),
+    PackageMutation("integration/async_calls.py", "                    call.thread.drop(call)\n",
+                    "                    pass\n", ASYNC_TESTS, "takes_them"),
     PackageMutation("integration/async_calls.py",
                     "        with torch.autocast(device, dtype):\n            return function()\n",
                     "        return function()\n", ASYNC_TESTS, "autocast"),

@@ -226,7 +226,7 @@ ENTRIES = {
 # What opens a session of an engine, and how its calls are counted.
 SESSIONS = {
     "generator.py": "each of ENTRIES", "integration/async_calls.py": "each of ENTRIES",
-    "integration/generate.py": "a call of an enabled model", "integration/continuous_batching/worker.py":
+    "integration/generate.py": "a call of an enabled model", "integration/continuous_batching/batched_calls.py":
     "the requests of a manager: `generate_batch` counts itself",
 }
 
@@ -237,7 +237,7 @@ def test_entries_are_all_there_are():
     assert takes_prompts == {*ENTRIES}
     root = Path(hf_paged.__file__).parent
     opens = {path.relative_to(root).as_posix() for path in root.rglob("*.py")
-             if re.search(r"\.session\(|driver\.call\(", path.read_text())}
+             if re.search(r"\.session\(|\(EngineCall\):", path.read_text())}
     assert opens == {*SESSIONS}
 
 
