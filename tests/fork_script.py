@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import signal
@@ -20,13 +19,9 @@ from support import assert_idle, batch, random_prompts, stock_copy, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
-from hf_paged import Engine, PagedConfig
-from hf_paged.engine.driver import EngineThread
-from hf_paged.engine.form_compilers import COMPILERS
-from hf_paged.integration import install
-from hf_paged.models.replica import Replica
-from hf_paged.observe.trace_file import TraceFile
-from hf_paged.process_lock import ProcessCondition
+from hf_paged import Engine, PagedConfig, process_lock
+from hf_paged.engine.fair_lock import FairLock
+from hf_paged.process_lock import ProcessCondition, ProcessLock
 
 INPUTS, OTHERS = batch([40, 20]), batch([30, 7, 25], seed=2)
 DEADLINE_S = 30.0
@@ -302,52 +297,23 @@ def case_ranks():
             return [*results, in_child(check)]
 
 
-def locks():
-    """The locks by their names of test_at_fork.RENEWED."""
-    model = hf_paged.enable(tiny_model())
-    paged_calls = importlib.import_module("hf_paged.models.paged_calls")
-    cache = model.generate(**INPUTS, max_new_tokens=2, return_dict_in_generate=True).past_key_values
-    replica = Replica(model)
-    hooks, explain = (importlib.import_module(f"hf_paged.integration.{name}") for name in ("hooks", "explain"))
-    engine_registry, registry = (importlib.import_module(f"hf_paged.{name}")
-                                 for name in ("engine.engine_registry", "observe.registry"))
-    thread = EngineThread(lambda: hf_paged.get_engine(model))
-    file = TraceFile(os.devnull)
-    engine = hf_paged.get_engine(model)
-    return {
-        "hf_paged._importing": hf_paged._importing,
-        "hf_paged.engine.call_counts.CallCounts._lock": engine.calls._lock,
-        "hf_paged.engine.driver.EngineThread._condition": thread._condition,
-        "hf_paged.engine.engine.Engine._lock": engine._lock,
-        "hf_paged.engine.engine_registry._lock": engine_registry._lock,
-        "hf_paged.engine.form_compilers.FormCompilers._lock": COMPILERS._lock,
-        "hf_paged.engine.grammars.Grammars._lock": engine._core.grammars._lock,
-        "hf_paged.engine.grammars.Grammars._reading": engine._core.grammars._reading,
-        "hf_paged.observe.registry._lock": registry._lock,
-        "hf_paged.observe.trace_file.TraceFile._lock": file._lock,
-        "hf_paged.integration.hooks.lock": hooks.lock,
-        "hf_paged.integration.explain._one_at_a_time": explain._one_at_a_time,
-        "hf_paged.integration.install._enabling_one": install._enabling_one,
-        "hf_paged.integration.late_cache._Call.computing": cache._call.computing,
-        "hf_paged.models.paged_calls._lock": paged_calls._lock,
-        "hf_paged.models.replica.Replica._meeting": replica._meeting,
-    }
-
-
 def current(lock):
     """What has to be taken of a lock of ours in this process."""
     return lock.condition if isinstance(lock, ProcessCondition) else lock.rlock
 
 
 def case_locks():
-    """Every lock is held by another thread at the fork and free in the child, whatever other engines there are; prints
-    their names."""
+    """Every lock of ours is held by another thread at the fork and free in the child, whatever engines there are."""
     orphans = [Engine(tiny_model(), PagedConfig()) for _ in range(8)]  # their models are gone
     assert len(orphans) == 8
-    table, held, stop = locks(), threading.Event(), threading.Event()
+    model = hf_paged.enable(tiny_model())
+    managed(model)
+    held, stop = threading.Event(), threading.Event()
+    locks = list(process_lock._all)
+    assert {type(lock) for lock in locks} == {ProcessLock, ProcessCondition, FairLock} and len(locks) > 20
 
     def hold():
-        taken = list(map(current, table.values()))
+        taken = list(map(current, locks))
         for lock in taken:
             lock.acquire()
         held.set()
@@ -360,13 +326,13 @@ def case_locks():
     held.wait()
 
     def check():
-        stuck = [name for name, lock in table.items() if not current(lock).acquire(blocking=False)]
-        assert not stuck, stuck
+        assert all(current(lock).acquire(blocking=False) for lock in locks)
 
     results = [in_child(check)]
     stop.set()
     thread.join()
-    print("LOCKS", *sorted(table))
+    with (mine := current(locks[0])):
+        results.append(in_child(lambda: mine is current(locks[0]) or sys.exit(1)))  # which the thread has to release
     return results
 
 

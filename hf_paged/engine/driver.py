@@ -92,9 +92,11 @@ class EngineThread:
 
     def start(self) -> None:
         """Start the thread, which has ended or never began; raises what `find_engine` raises."""
+        self._start(_RUN)
+
+    def _start(self, stop: int) -> None:
         with self.changed:
-            engine = self._find_engine()
-            self._engine, self._stop, self.fatal_error = engine, _RUN, None
+            self._engine, self._stop, self.fatal_error = self._find_engine(), stop, None
             self._thread = threading.Thread(target=self._run, name="hf_paged engine thread", daemon=True)
             self._thread.start()
 
@@ -108,9 +110,7 @@ class EngineThread:
 
     def _start_for_actions(self) -> None:
         if self._lingers and self._actions and self._engine is None:
-            stop = self._stop
-            self.start()
-            self._stop = stop
+            self._start(self._stop)
 
     def stop(self, *, now: bool) -> None:
         """Have the thread end when all requests are done, or ``now``, before the next step.
