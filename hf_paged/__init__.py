@@ -6,10 +6,9 @@
 """
 
 from importlib import import_module
-from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from hf_paged import at_fork
+from hf_paged.process_lock import ProcessLock
 
 if TYPE_CHECKING:
     from hf_paged.config import PagedConfig
@@ -90,24 +89,18 @@ _MODULES = {
 
 
 # transformers' own lazy imports fail where two threads begin them at once.
-_importing = RLock()
-
-
-@at_fork.in_child
-def _renew_in_child() -> None:
-    global _importing
-    _importing = RLock()
+_importing = ProcessLock()
 
 
 def __getattr__(name: str) -> Any:
     home = next((module for module, names in _MODULES.items() if name in names), None)
     if home is not None:
-        with _importing:
+        with _importing.rlock:
             globals()[name] = getattr(import_module(home), name)
         return globals()[name]
     # As if they had been imported here: hf_paged.engine.engine.Engine.
     if any(module.split(".")[1] == name for module in _MODULES):
-        with _importing:
+        with _importing.rlock:
             return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from typing_extensions import Unpack
 
 from hf_paged.config import PagedConfig, require_int
-from hf_paged.engine.driver import Driver
+from hf_paged.engine.driver import EngineThread
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.follower import load_on_ranks
 from hf_paged.engine.session import Session
@@ -77,7 +77,7 @@ class PagedGenerator:
         self._async_calls = AsyncCalls(self.engine, self._maker)
         self._workers: list[Workers] = []
         self._close = weakref.finalize(self, _end, weakref.ref(self._causal_lm), self.engine, self._workers,
-                                       self._async_calls.driver, os.getpid())
+                                       self._async_calls.thread, os.getpid())
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | os.PathLike, *, dtype: str | torch.dtype = "auto",
@@ -394,8 +394,8 @@ class PagedGenerator:
 _NEUTRAL = GenerationConfig()
 
 
-def _end(model: weakref.ref, engine: Engine, workers: list[Workers], driver: Driver, owner: int) -> None:
-    driver.end()
+def _end(model: weakref.ref, engine: Engine, workers: list[Workers], thread: EngineThread, owner: int) -> None:
+    thread.stop(now=False)
     if workers and os.getpid() != owner:  # a fork shares rank 0's connections: speaking on them would disturb it
         return
     engine.after_step(partial(_end_between_steps, model, engine, workers))

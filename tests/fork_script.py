@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import signal
@@ -20,13 +19,9 @@ from support import assert_idle, batch, random_prompts, stock_copy, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
-from hf_paged import Engine, PagedConfig
-from hf_paged.engine.driver import Driver
-from hf_paged.engine.form_compilers import COMPILERS
-from hf_paged.integration import install
-from hf_paged.integration.continuous_batching.manager import PagedBatchingManager
-from hf_paged.models.replica import Replica
-from hf_paged.observe.trace_file import TraceFile
+from hf_paged import Engine, PagedConfig, process_lock
+from hf_paged.engine.fair_lock import FairLock
+from hf_paged.process_lock import ProcessCondition, ProcessLock
 
 INPUTS, OTHERS = batch([40, 20]), batch([30, 7, 25], seed=2)
 DEADLINE_S = 30.0
@@ -256,7 +251,7 @@ def case_streamer_in_lockstep():
 
 
 def case_idle():
-    """A fork of an idle engine, as a data loader makes it: what is cached stays cached."""
+    """A fork of an idle engine, as a data loader makes it: the child begins with an empty cache, the parent's stays."""
     model = hf_paged.enable(tiny_model(), strict=True)
     prompts = {"input_ids": torch.tensor(random_prompts([64]))}
     expected = model.generate(**prompts, max_new_tokens=4)
@@ -264,9 +259,15 @@ def case_idle():
     def check():
         before = hf_paged.get_engine(model).stats().prefix_cache_hits
         assert torch.equal(model.generate(**prompts, max_new_tokens=4), expected)
+        assert hf_paged.get_engine(model).stats().prefix_cache_hits == before
+        assert torch.equal(model.generate(**prompts, max_new_tokens=4), expected)
         assert hf_paged.get_engine(model).stats().prefix_cache_hits > before
 
-    return [in_child(check)]
+    results = [in_child(check)]
+    before = hf_paged.get_engine(model).stats().prefix_cache_hits
+    assert torch.equal(model.generate(**prompts, max_new_tokens=4), expected)
+    assert hf_paged.get_engine(model).stats().prefix_cache_hits > before
+    return results
 
 
 def case_ranks():
@@ -296,52 +297,23 @@ def case_ranks():
             return [*results, in_child(check)]
 
 
-def locks():
-    """{name as in test_at_fork.RENEWED: how to get at the lock now}."""
-    model = hf_paged.enable(tiny_model())
-    manager = model.init_continuous_batching()
-    assert isinstance(manager, PagedBatchingManager)
-    paged_calls = importlib.import_module("hf_paged.models.paged_calls")
-    cache = model.generate(**INPUTS, max_new_tokens=2, return_dict_in_generate=True).past_key_values
-    replica = Replica(model)
-    hooks, explain = (importlib.import_module(f"hf_paged.integration.{name}") for name in ("hooks", "explain"))
-    engine_registry, registry = (importlib.import_module(f"hf_paged.{name}")
-                                 for name in ("engine.engine_registry", "observe.registry"))
-    driver = Driver(hf_paged.get_engine(model))
-    file = TraceFile(os.devnull)
-    return {
-        "hf_paged._importing": lambda: hf_paged._importing,
-        "hf_paged.engine.call_counts.CallCounts._lock": lambda: hf_paged.get_engine(model).calls._lock,
-        "hf_paged.engine.driver.Driver._changed": lambda: driver._changed,
-        "hf_paged.engine.engine_registry._lock": lambda: engine_registry._lock,
-        "hf_paged.engine.form_compilers.FormCompilers._lock": lambda: COMPILERS._lock,
-        "hf_paged.engine.grammars.Grammars._lock": lambda: hf_paged.get_engine(model)._core.grammars._lock,
-        "hf_paged.engine.grammars.Grammars._reading": lambda: hf_paged.get_engine(model)._core.grammars._reading,
-        "hf_paged.observe.registry._lock": lambda: registry._lock,
-        "hf_paged.observe.trace_file.TraceFile._lock": lambda: file._lock,
-        "hf_paged.integration.hooks.lock": lambda: hooks.lock,
-        "hf_paged.integration.explain._one_at_a_time": lambda: explain._one_at_a_time,
-        "hf_paged.integration.install._enabling_one": lambda: install._enabling_one,
-        "hf_paged.integration.late_cache._Call.computing": lambda: cache._call.computing,
-        "hf_paged.models.paged_calls._lock": lambda: paged_calls._lock,
-        "hf_paged.models.replica.Replica._meeting": lambda: replica._meeting,
-        "hf_paged.engine.fair_lock.FairLock.rlock": lambda: hf_paged.get_engine(model)._lock.rlock,
-        "hf_paged.integration.continuous_batching.board.RequestBoard.changed": lambda: manager.board.changed,
-        # The same condition by other names.
-        "manager": lambda: manager._changed,
-        "outputs": lambda: manager.board.outputs._changed,
-    }
+def current(lock):
+    """What has to be taken of a lock of ours in this process."""
+    return lock.condition if isinstance(lock, ProcessCondition) else lock.rlock
 
 
 def case_locks():
-    """Every lock is held by another thread at the fork and free in the child, whatever other engines there are; prints
-    their names."""
+    """Every lock of ours is held by another thread at the fork and free in the child, whatever engines there are."""
     orphans = [Engine(tiny_model(), PagedConfig()) for _ in range(8)]  # their models are gone
     assert len(orphans) == 8
-    table, held, stop = locks(), threading.Event(), threading.Event()
+    model = hf_paged.enable(tiny_model())
+    managed(model)
+    held, stop = threading.Event(), threading.Event()
+    locks = list(process_lock._all)
+    assert {type(lock) for lock in locks} == {ProcessLock, ProcessCondition, FairLock} and len(locks) > 20
 
     def hold():
-        taken = [get() for get in table.values()]
+        taken = list(map(current, locks))
         for lock in taken:
             lock.acquire()
         held.set()
@@ -354,13 +326,13 @@ def case_locks():
     held.wait()
 
     def check():
-        stuck = [name for name, get in table.items() if not get().acquire(blocking=False)]
-        assert not stuck, stuck
+        assert all(current(lock).acquire(blocking=False) for lock in locks)
 
     results = [in_child(check)]
     stop.set()
     thread.join()
-    print("LOCKS", *sorted(name for name in table if "." in name))
+    with (mine := current(locks[0])):
+        results.append(in_child(lambda: mine is current(locks[0]) or sys.exit(1)))  # which the thread has to release
     return results
 
 

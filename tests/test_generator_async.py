@@ -22,7 +22,7 @@ from support import assert_idle, byte_tokenizer, random_prompts, tiny_model
 import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.engine import driver as driver_module
-from hf_paged.engine.driver import Driver
+from hf_paged.integration.async_calls import AsyncCall
 from hf_paged.runner.model_runner import ModelRunner
 
 MODEL = tiny_model()
@@ -52,7 +52,7 @@ def wait_until(condition, seconds=20.0):
 
 def is_idle(generator):
     stats = generator.engine.stats()
-    no_calls = not generator._async_calls.driver._calls and not generator._async_calls.driver._wishes
+    no_calls = not generator._async_calls.thread._calls and not generator._async_calls.thread._actions
     return stats.num_running + stats.num_waiting == 0 and no_calls
 
 
@@ -188,8 +188,8 @@ def test_cancelling_a_task_ends_its_requests_within_a_step_and_no_others(generat
         assert made.token_ids == expected[3]
 
     core, asked = generator.engine._core, []
-    monkeypatch.setattr(generator._async_calls.driver, "close",
-                        lambda call: asked.append(core.totals["steps"]) or Driver.close(call.driver, call))
+    close = AsyncCall.close
+    monkeypatch.setattr(AsyncCall, "close", lambda call: asked.append(core.totals["steps"]) or close(call))
     aborted = []
 
     class Watching:
@@ -319,7 +319,7 @@ def test_a_loop_that_is_closed_under_its_calls_takes_them_with_it(generator, exp
 
 def test_the_thread_ends_when_nothing_is_left_to_do(generator, monkeypatch):
     monkeypatch.setattr(driver_module, "LINGER_S", 0.05)
-    driver = generator._async_calls.driver
+    driver = generator._async_calls.thread
     assert driver._thread is None  # none before the first call
     asyncio.run(generator.agenerate(PROMPTS[0], max_new_tokens=2))
     thread = driver._thread
@@ -476,7 +476,7 @@ generator = PagedGenerator(tiny_model(), num_blocks=64)
 prompts = random_prompts([4, 9])
 def made(): return [one.token_ids for one in asyncio.run(generator.agenerate(prompts, max_new_tokens=8))]
 expected = made()
-assert generator._async_calls.driver._thread is not None  # it lingers, and the child has none
+assert generator._async_calls.thread._thread is not None  # it lingers, and the child has none
 child = os.fork()
 if not child:
     os._exit(0 if made() == expected else 1)

@@ -1,232 +1,305 @@
-"""A thread that steps an engine for calls of event loops, whose own threads must not wait for a step.
+"""The thread that steps an engine for callers whose own threads must not wait for a step.
 
-A call hands its requests over and gets its outputs on the event loop that it was made on. All calls of an engine, of
-whatever loops, share the thread, so that their requests share steps; and the thread takes part in the turns of threads
-that step the engine themselves.
+A caller hands requests over in an `EngineCall`, which is the sink of their outputs, too: of an event loop, of a queue.
+All calls of a thread share its steps. The thread takes part in the turns of threads that step the engine themselves.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from hf_paged import at_fork
+import torch
+
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.engine_call import EngineCall
 from hf_paged.engine.session import NewRequest, Session
-from hf_paged.errors import EngineClosedError
-from hf_paged.outputs import StepOutput
+from hf_paged.process_lock import ProcessCondition
 
 logger = logging.getLogger(__name__)
 
-LINGER_S = 5.0  # for which a thread without work waits for more
+LINGER_S = 5.0  # for which a thread that starts by itself waits for work before it ends
 _PARTING_S = 5.0
-CLOSED = "the generator was closed, or its model disabled, while this call ran: make another PagedGenerator"
+_RUN, _FLUSH, _NOW = 0, 1, 2  # what `stop` asked for; it only ever rises while a thread runs
+_FORKED = "the process was forked, and the thread that generates is the parent's"
 
-_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
+_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
-class DrivenCall:
-    """The requests of one call, and their outputs on the event loop that was running when it was made.
+class _MyPauses(threading.local):
+    count = 0  # of this thread
 
-    Only that loop's thread uses it; `Driver` reads `session`, `loop` and what only the thread that drives changes.
+
+class EngineThread:
+    """Steps one engine in a daemon thread as long as there are requests, and waits for more.
+
+    Args:
+        find_engine: Returns the engine, when a thread starts.
+        lingers: The thread starts with the first action, and ends after `LINGER_S` without one; else by `start` and
+            `stop`.
+        after_turn: Called by the thread after each turn (actions and a step).
+        on_end: Called when a thread has ended, with what ended it before its time, or None.
+
+    Attributes:
+        fatal_error: What ended the last thread before its time, or None.
     """
 
-    def __init__(self, driver: Driver, *, stream: bool) -> None:
-        self.session = Session(stream=stream)
-        self.loop = asyncio.get_running_loop()
-        self.num_open = 0  # kept by the thread that drives
-        self.driver = driver
-        self._added: asyncio.Future[list[str | ValueError]] = self.loop.create_future()
-        self._outputs: list[StepOutput] = []
-        self._error: BaseException | None = None
-        self._is_over = False
-        self._changed = asyncio.Event()
+    def __init__(self, find_engine: Callable[[], Engine], *, lingers: bool = False,
+                 after_turn: Callable[[], None] = lambda: None,
+                 on_end: Callable[[BaseException | None], None] = lambda error: None) -> None:
+        self._find_engine, self._lingers, self._after_turn, self._on_end = find_engine, lingers, after_turn, on_end
+        self._condition = ProcessCondition()
+        self._actions: list[Callable[[], None]] = []
+        self._calls: list[EngineCall] = []  # with open requests; of the thread alone
+        self._thread: threading.Thread | None = None
+        self._engine: Engine | None = None  # while a thread runs
+        self._stop = _RUN
+        self._num_pauses, self._is_paused = 0, False
+        self._my_pauses = _MyPauses()
+        self.fatal_error: BaseException | None = None
+        _threads.add(self)
 
-    async def add(self, requests: list[NewRequest]) -> list[str | ValueError]:
-        """Queue the requests of the call, once: of each its id, or what is wrong with it; as `Engine.add_all`."""
-        self.driver.open(self, requests)
-        return await self._added
+    @property
+    def changed(self) -> threading.Condition:
+        """Held for every look at what threads share, and notified of every change."""
+        return self._condition.condition
 
-    async def outputs(self) -> list[StepOutput]:
-        """Those that came since the last time, once there are any; an empty list after the last one.
+    @property
+    def engine(self) -> Engine:
+        """The engine, while the thread runs."""
+        assert self._engine is not None
+        return self._engine
+
+    def is_running(self) -> bool:
+        """Was the thread started, and does it still run?"""
+        self.check_process()
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def was_stopped(self) -> bool:
+        """Was the thread asked to end, or did it end?"""
+        return self._stop != _RUN
+
+    @property
+    def is_over(self) -> bool:
+        """Is no thread there that takes actions?"""
+        return self._engine is None
+
+    def start(self) -> None:
+        """Start the thread, which has ended or never began; raises what `find_engine` raises."""
+        self._start(_RUN)
+
+    def _start(self, stop: int) -> None:
+        with self.changed:
+            self._engine, self._stop, self.fatal_error = self._find_engine(), stop, None
+            self._thread = threading.Thread(target=self._run, name="hf_paged engine thread", daemon=True)
+            self._thread.start()
+
+    def submit(self, action: Callable[[], None]) -> None:
+        """Have the thread do something before its next step."""
+        self.check_process()
+        with self.changed:
+            self._actions.append(action)
+            self._start_for_actions()
+            self.changed.notify_all()
+
+    def _start_for_actions(self) -> None:
+        if self._lingers and self._actions and self._engine is None:
+            self._start(self._stop)
+
+    def stop(self, *, now: bool) -> None:
+        """Have the thread end when all requests are done, or ``now``, before the next step.
 
         Raises:
-            EngineClosedError: the engine was closed before.
-            Exception: what the engine raised in a step, which ended the requests of every call that it was driven for.
+            RuntimeError: it is called inside of `pause`, by the same thread.
         """
-        while not self._outputs and not self._is_over:
-            self._changed.clear()
-            await self._changed.wait()
-        outputs, self._outputs = self._outputs, []
-        if not outputs and self._error is not None:
-            raise self._error
-        return outputs
+        if self._my_pauses.count:
+            raise RuntimeError("stop was called inside `pause` by the same thread: the generation loop would never end")
+        with self.changed:
+            self._stop = max(self._stop, _NOW if now else _FLUSH)
+            self.changed.notify_all()
 
-    def close(self) -> None:
-        """End what is still running, before the next step; waits for nothing."""
-        if not self._is_over:
-            self.driver.close(self)
-
-    def receive(self, added: list[str | ValueError] | None, outputs: list[StepOutput], error: BaseException | None,
-                is_over: bool) -> None:
-        """What the thread that drives has to say, on the call's own loop."""
-        self._outputs += outputs
-        self._error, self._is_over = error or self._error, self._is_over or is_over
-        if not self._added.done():
-            if error is not None:
-                self._added.set_exception(error)
-            elif added is not None:
-                self._added.set_result(added)
-        self._changed.set()
-
-
-class Driver:
-    """Steps one engine in a thread of its own, which starts with the first call and ends after a time without any."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._changed = threading.Condition()
-        self._wishes: list[Callable[[], None]] = []  # of calls, for the thread
-        self._calls: list[DrivenCall] = []  # the thread's own
-        self._news: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}  # the thread's own
-        self._thread: threading.Thread | None = None
-        self._is_ended = False
-        at_fork.register(self)
-        _drivers.add(self)
-
-    def call(self, *, stream: bool) -> DrivenCall:
-        """A call without requests as yet, of the running event loop. With ``stream`` every token is an output."""
-        return DrivenCall(self, stream=stream)
-
-    def open(self, call: DrivenCall, requests: list[NewRequest]) -> None:
-        """Have the thread add a call's requests before its next step."""
-        self._wish(lambda: self._open(call, requests))
-
-    def close(self, call: DrivenCall) -> None:
-        """Have the thread end a call's requests before its next step."""
-        self._wish(lambda: self._close(call))
-
-    def end(self) -> None:
-        """No call comes any more: the thread ends with the calls that there are."""
-        with self._changed:
-            self._is_ended = True
-            self._changed.notify_all()
-
-    def after_fork_in_child(self) -> None:
-        """The thread, and the loops whose calls it served, are the parent's."""
-        self._changed = threading.Condition()
-        self._wishes, self._calls, self._news, self._thread = [], [], {}, None
-
-    def give_up(self) -> None:
-        """End all calls, and wait for the end of the thread."""
+    def join(self, timeout: float | None) -> bool:
+        """Wait for the end of the thread; False where it still runs after ``timeout`` seconds."""
         thread = self._thread
         if thread is not None:
-            self._wish(self._close_all)
-            self.end()
-            thread.join(_PARTING_S)
+            thread.join(timeout)
+        return thread is None or not thread.is_alive()
 
-    # -- the thread ---------------------------------------------------------------------------------------------------
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """No step runs inside this block, so that the model may be changed; requests in flight go on afterwards.
 
-    def _wish(self, wish: Callable[[], None]) -> None:
-        with self._changed:
-            self._wishes.append(wish)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hf_paged-driver", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._calls and not self._wishes and not self._is_ended:
-                    self._changed.wait(LINGER_S)
-                wishes, self._wishes = self._wishes, []
-                if not wishes and not self._calls:
-                    self._thread = None
-                    return
-            for wish in wishes:
-                wish()
-            if self._calls:
-                self._step()
-            self._deliver()
-
-    def _open(self, call: DrivenCall, requests: list[NewRequest]) -> None:
+        Raises:
+            RuntimeError: the thread does not run, or ended before it could pause.
+        """
+        if not self.is_running():
+            raise RuntimeError("Cannot pause generation while no generation loop is running.")
+        mine = self._my_pauses
+        with self.changed:
+            self._num_pauses += 1
+            self.changed.notify_all()
+            try:
+                self.changed.wait_for(lambda: self._is_paused or self.is_over)
+                if self.is_over:
+                    raise RuntimeError("The generation loop stopped before it could pause.") from self.fatal_error
+            except BaseException:
+                self._end_pause()
+                raise
+        mine.count += 1
         try:
-            added = self._engine.add_all(call.session, requests)
-        except BaseException as error:  # it is the caller's
-            self._end_requests(call)
-            self._tell(call, error=error, is_over=True)
-            return
-        call.num_open = sum(isinstance(one, str) for one in added)
-        if call.num_open:
-            self._calls.append(call)
-        self._tell(call, added=added, is_over=not call.num_open)
+            yield
+        finally:
+            mine.count -= 1
+            self._end_pause()
 
-    def _close(self, call: DrivenCall) -> None:
+    def _end_pause(self) -> None:
+        with self.changed:
+            self._num_pauses -= 1
+            self.changed.notify_all()
+
+    def check_process(self) -> None:
+        """Give everything up where the thread is another process': in the child of a fork there is no such thread."""
+        with self.changed:
+            if self._engine is not None and self._thread is not None and not self._thread.is_alive():
+                self._calls, self._actions = [], []  # of threads and event loops of the parent
+                self._num_pauses, self._is_paused = self._my_pauses.count, False
+                self._end(RuntimeError(_FORKED))
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+
+    def add(self, call: EngineCall, requests: list[NewRequest]) -> list[str | ValueError]:
+        """Queue requests of a call; as `Engine.add_all`."""
+        try:
+            added = self.engine.add_all(call.session, requests)
+        except BaseException:
+            if not call.num_open:
+                self._end_requests(call)
+            raise
+        call.num_open += sum(isinstance(one, str) for one in added)
+        if call.num_open and call not in self._calls:
+            self._calls.append(call)
+        return added
+
+    def drop(self, call: EngineCall) -> None:
+        """End the requests of a call, without an output."""
         if call in self._calls:
             self._calls.remove(call)
             self._end_requests(call)
 
-    def _close_all(self) -> None:
-        for call in list(self._calls):
-            self._close(call)
-            self._tell(call, error=EngineClosedError(CLOSED), is_over=True)
-
-    def _end_requests(self, call: DrivenCall) -> None:
+    def _end_requests(self, call: EngineCall) -> None:
+        session, call.session, call.num_open = call.session, Session(call.session.stream, call.session.text), 0
         try:
-            self._engine.close_session(call.session)
-        except Exception as error:  # a sharded model's ranks lost each other: they are gone, and the requests with them
+            self.engine.close_session(session)
+        except Exception as error:  # ranks of a sharded model lost each other, and their requests are lost with them
             logger.warning("hf_paged: requests of a call that is over were not ended: %r", error, exc_info=error)
 
-    def _step(self) -> None:
-        """One step, and its outputs to their calls. Where it raises, every call ends with that."""
-        calls = self._calls
+    def _run(self) -> None:
+        error: BaseException | None = None
         try:
-            outputs = self._engine.advance([call.session for call in calls])
-        except BaseException as error:
-            self._calls = []
-            for call in calls:
-                self._end_requests(call)
-                self._tell(call, error=error, is_over=True)
+            while (actions := self._wait()) is not None:
+                for action in actions:
+                    action()
+                self._step()
+                self._after_turn()
+            if self._is_this():
+                for call in list(self._calls):
+                    call.stop()
+                self._step()
+        except BaseException as raised:
+            error = raised
+            logger.error("hf_paged: the thread of an engine ended by %r", raised, exc_info=raised)
+        finally:
+            if self._is_this():
+                self._stop, self.fatal_error = max(self._stop, _FLUSH), error  # before callers get a failed output
+                self._fail_calls(error)
+                self._after_turn()
+                self._end(error)
+
+    def _is_this(self) -> bool:
+        """False in a thread that ended for want of work, after which another one may run already."""
+        return self._thread is threading.current_thread()
+
+    def _wait(self) -> list[Callable[[], None]] | None:
+        """What to do before the next step, once there is something to do; None where the thread is to end."""
+        with self.changed:
+            while True:
+                if self._num_pauses:
+                    self._rest()
+                if self._stop == _NOW:
+                    return None
+                if self._actions or self._calls:
+                    actions, self._actions = self._actions, []
+                    return actions
+                if self._stop == _FLUSH:
+                    return None
+                if not self.changed.wait(LINGER_S if self._lingers else None) and not self._actions:
+                    self._engine = self._thread = None  # before an action can come, which starts another thread
+                    return None
+
+    def _rest(self) -> None:
+        """Stay here as long as some thread is inside of `pause`."""
+        device: Any = self.engine.model.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._is_paused = True
+        self.changed.notify_all()
+        self.changed.wait_for(lambda: not self._num_pauses)
+        self._is_paused = False
+
+    def _step(self) -> None:
+        """Run one step, and hand its outputs over. Where it raises, all calls fail, and the next ones are unharmed."""
+        calls = self._calls
+        if not calls:
+            return
+        try:
+            outputs = self.engine.advance([call.session for call in calls])
+        except Exception as error:
+            self._fail_calls(error)
             return
         for call, made in zip(calls, outputs, strict=True):
             if made:
                 call.num_open -= sum(output.completion is not None for output in made)
-                self._tell(call, outputs=made, is_over=not call.num_open)
-        if self._engine.is_shut_down:
-            for call in calls:
-                if call.num_open and not call.session.unfinished():  # they ended without an output
-                    call.num_open = 0
-                    self._tell(call, error=EngineClosedError(CLOSED), is_over=True)
-        if self._news:
-            self._calls = [call for call in calls if call.num_open]
+                call.take(made)
+            if call.num_open and not call.session.unfinished():  # the engine was closed
+                call.num_open = 0
+                call.fail(None)
+        self._calls = [call for call in self._calls if call.num_open]
 
-    def _tell(self, call: DrivenCall, *, added: list[str | ValueError] | None = None,
-              outputs: list[StepOutput] | None = None, error: BaseException | None = None, is_over: bool) -> None:
-        self._news.setdefault(call.loop, []).append(lambda: call.receive(added, outputs or [], error, is_over))
+    def _fail_calls(self, error: BaseException | None) -> None:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            self._end_requests(call)
+            call.fail(error)
 
-    def _deliver(self) -> None:
-        """Hand everything over, each loop's together; a loop that is closed ends the requests of its calls."""
-        news, self._news = self._news, {}
-        for loop, receivers in news.items():
-            try:
-                loop.call_soon_threadsafe(_call_all, receivers)
-            except RuntimeError:
-                for call in [call for call in self._calls if call.loop is loop]:
-                    self._close(call)
+    def _end(self, error: BaseException | None) -> None:
+        """Note that no thread runs any more, and wake all that wait."""
+        with self.changed:
+            self._stop, self.fatal_error = max(self._stop, _FLUSH), error
+            self._engine = None
+            if not self._lingers or self._stop == _NOW:
+                self._actions = []
+            if self._lingers:
+                self._thread = None
+            self._start_for_actions()
+            self._on_end(error)
+            self.changed.notify_all()
 
 
-def _call_all(functions: list[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
+def runs_on(engine: Engine) -> bool:
+    """Does some thread of this process step the engine?"""
+    return any(thread._engine is engine and thread.is_running() for thread in list(_threads))
 
 
 @atexit.register
 def _end_threads() -> None:
     """A daemon thread inside torch while the interpreter goes down would bring the process down with an error."""
-    for driver in list(_drivers):
-        driver.give_up()
+    for thread in list(_threads):
+        if thread.is_running():
+            thread.stop(now=True)
+            thread.join(_PARTING_S)

@@ -21,7 +21,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from typing_extensions import Unpack
 
-from hf_paged import at_fork
 from hf_paged.attention.registry import check_backend
 from hf_paged.config import PagedConfig
 from hf_paged.engine import engine_registry, interrupts
@@ -180,7 +179,6 @@ class Engine:
         # `add_request` looks at the model once between two steps, and the next step for all that came before it.
         self._has_looked = False
         self._arrived: list[str] = []
-        at_fork.register(self)
         engine_registry.register(self)
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -1104,30 +1102,30 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def after_fork_in_child(self) -> None:
-        """No other thread waits here or holds the lock; a step that this thread is inside of goes on."""
-        if not self._executor.has_source:  # nobody can use it any more
+    def start_over_in_child(self) -> None:
+        """In the child of a fork: begin with an empty cache, and with no request but those of the thread that forked.
+
+        A step that this thread is inside of is carried on first.
+        """
+        if not self._executor.has_source:  # the model is gone, and no call can be made
             return
-        self._lock.forget_waiting()
+        self._core.grammars.forget_open()
         if self.group.is_parallel:
             self._commands.over = _FORKED  # the other ranks' connections are the parent's
         if self.is_reentrant():
-            self._deferred.append(self._forget_threads_that_are_gone)
-            return
-        if self._lock.after_fork_in_child():  # a thread that is gone held it, at an unknown point
-            self._core.dirty = True
-        self._core.stepping_thread = self._commands.busy_thread = self._updating_thread = None
-        self._forget_threads_that_are_gone()
+            self._deferred.append(self._forget_other_threads)
+        else:
+            self._core.stepping_thread = self._commands.busy_thread = self._updating_thread = None
+            self._forget_other_threads()
 
-    def _forget_threads_that_are_gone(self) -> None:
-        """After a fork: their requests hold blocks, and no thread waits for their tokens."""
+    def _forget_other_threads(self) -> None:
+        """After a fork: no thread waits for their tokens, and one of them may have been in the middle of a change."""
+        self._core.dirty = not self.group.is_parallel
         unfinished = [*self._core.requests.values(), *self._commands.expected.values()]
         for request in [request for request in unfinished if request.thread != threading.get_ident()]:
-            self._core.dirty = True
             self._core.drop(request)
             self._commands.expected.pop(request.request_id, None)
         for batch in [batch for batch in self._core.batches if batch.thread != threading.get_ident()]:
-            self._core.dirty = True
             self._core.batches.remove(batch)
         self._core.note_use()
 

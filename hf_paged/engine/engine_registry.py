@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import threading
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hf_paged import at_fork
+from hf_paged.engine import mask_maker
+from hf_paged.engine.form_compilers import COMPILERS
 from hf_paged.engine.observer import Observer
+from hf_paged.models import paged_calls
+from hf_paged.process_lock import ProcessLock
 
 Maker = Callable[[Any], Observer]  # of an engine
 
-_lock = threading.Lock()  # held for a moment only: never while an engine's lock is waited for
+_lock = ProcessLock()  # held for a moment only: never while an engine's lock is waited for
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
 _makers: list[Maker] = []
 
 
 def register(engine: Any) -> None:
     """An engine was made: whoever watches all of them watches it."""
-    with _lock:
+    with _lock.rlock:
         _engines.add(engine)
         makers = list(_makers)
     for make in makers:
@@ -31,7 +34,7 @@ def register(engine: Any) -> None:
 
 def watch_all(make: Maker) -> None:
     """Have every engine watched by an observer that `make(engine)` returns, from now until `unwatch_all`."""
-    with _lock:
+    with _lock.rlock:
         _makers.append(make)
         engines = list(_engines)
     for engine in engines:
@@ -40,17 +43,24 @@ def watch_all(make: Maker) -> None:
 
 def unwatch_all(make: Maker) -> None:
     """Make no more of these observers; those that were made are unwatched by who made them."""
-    with _lock:
+    with _lock.rlock:
         _makers[:] = [one for one in _makers if one is not make]
 
 
 def _is_watching(make: Maker) -> bool:
-    with _lock:
+    with _lock.rlock:
         return any(one is make for one in _makers)
 
 
-@at_fork.in_child
-def _renew_in_child() -> None:
-    global _lock
-    _lock = threading.Lock()
+def _start_over_in_child() -> None:
+    """Leave to the parent what is the parent's, in all engines and in what they share."""
     _makers.clear()
+    paged_calls.forget_other_threads()
+    COMPILERS.leave_to_parent()
+    mask_maker.forget_threads()
+    for engine in list(_engines):
+        engine.start_over_in_child()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(before=mask_maker.wait_for_all, after_in_child=_start_over_in_child)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import suppress
 from types import TracebackType
+
+from hf_paged.process_lock import ProcessLock
 
 # Seconds for which a loop lets others go first at most, and between its looks at whether they have.
 _PATIENCE, _NAP = 0.01, 50e-6
 
 
-class FairLock:
-    """A `threading.RLock` and the turns of the threads that wait for it.
+class FairLock(ProcessLock):
+    """A `ProcessLock` and the turns of the threads that wait for it.
 
         with lock.turn(after_others=True) as turn, lock.rlock:
             turn.leave()
@@ -23,28 +24,12 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self.rlock = threading.RLock()
+        super().__init__()
         self._waiting: list[Turn] = []
 
     def turn(self, *, after_others: bool = False) -> Turn:
         """A context: waits from its start to `leave` or its end. `after_others`: starts when earlier ones have left."""
         return Turn(self._waiting, after_others)
-
-    def forget_waiting(self) -> None:
-        """In the child of a fork, where the threads that waited do not exist."""
-        self._waiting = []
-
-    def is_held_here(self) -> bool:
-        """Does this thread hold the lock?"""
-        return self.rlock._is_owned()  # type: ignore[attr-defined]  # which threading.Condition asks, too
-
-    def after_fork_in_child(self) -> bool:
-        """Free the lock where a thread of the parent held it; True in that case."""
-        if self.rlock.acquire(blocking=False):
-            self.rlock.release()
-            return False
-        self.rlock = threading.RLock()
-        return True
 
 
 class Turn:

@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from hf_paged import at_fork
 from hf_paged.device.cuda import num_cores
 from hf_paged.engine.form_compiler import STACK_BYTES
 from hf_paged.options.structured import Structured
+from hf_paged.process_lock import ProcessLock
 from hf_paged.python_process import module_process
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,9 @@ class FormCompilers:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = ProcessLock()
         self._numbers = itertools.count()
         self._helper: _Helper | None = None
-        at_fork.register(self)
         atexit.register(self.stop)
 
     def start(self) -> None:
@@ -54,7 +53,7 @@ class FormCompilers:
             OSError: no process can be started here.
             RuntimeError: no thread can be started now.
         """
-        with self._lock:
+        with self._lock.rlock:
             if self._helper is None:
                 self._helper = _Helper(self._ended)
 
@@ -65,7 +64,7 @@ class FormCompilers:
             OSError: no process can be started here.
             RuntimeError: no thread can be started now.
         """
-        with self._lock:
+        with self._lock.rlock:
             self.start()
             helper, number = self._helper, next(self._numbers)
             assert helper is not None
@@ -93,7 +92,7 @@ class FormCompilers:
         Raises:
             RuntimeError: no thread can be started now.
         """
-        with self._lock:
+        with self._lock.rlock:
             before = threading.stack_size(2 * STACK_BYTES)
             try:
                 threading.Thread(target=function, args=given, daemon=True, name="hf_paged form").start()
@@ -102,14 +101,13 @@ class FormCompilers:
 
     def stop(self) -> None:
         """End the process; forms that it has not compiled have failed."""
-        with self._lock:
+        with self._lock.rlock:
             helper, self._helper = self._helper, None
         if helper is not None:
             helper.end()
 
-    def after_fork_in_child(self) -> None:
-        """Leave the process to the parent, as all that waits for it."""
-        self._lock = at_fork.renewed(self._lock)
+    def leave_to_parent(self) -> None:
+        """In the child of a fork: forget the process, which is the parent's, and close this end of its pipes."""
         if self._helper is not None:  # else the process would not notice that the parent has ended
             self._helper.commands.close()
             self._helper.answers.close()
@@ -117,7 +115,7 @@ class FormCompilers:
 
     def _ended(self, helper: _Helper) -> None:
         """In the thread that reads: tell all that waits for a process which has ended."""
-        with self._lock:
+        with self._lock.rlock:
             was_stopped = self._helper is not helper
             if not was_stopped:
                 self._helper = None

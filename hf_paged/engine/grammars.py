@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -11,7 +10,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from hf_paged import at_fork
 from hf_paged.config import PagedConfig
 from hf_paged.engine.form_compiler import compile_form, said
 from hf_paged.engine.form_compilers import COMPILERS, Vocabulary
@@ -19,6 +17,7 @@ from hf_paged.engine.matchers import XGrammar
 from hf_paged.engine.stop_rules import tokenizer_traits
 from hf_paged.optional import require
 from hf_paged.options.structured import FormError, Structured, check_size
+from hf_paged.process_lock import ProcessLock
 
 _REFUSED_S, _MOST_REFUSED = 60.0, 100  # how long it is remembered that a form is refused, and of how many forms
 _CACHED_BYTES = 256 << 20  # of compiled grammars, per engine
@@ -63,14 +62,13 @@ class Grammars:
     def __init__(self, num_logits: int, config: PagedConfig) -> None:
         self._num_logits = num_logits
         self._config = config
-        self._lock = threading.RLock()
-        self._reading = threading.RLock()  # while a vocabulary is read, which takes a while
+        self._lock = ProcessLock()
+        self._reading = ProcessLock()  # while a vocabulary is read, which takes a while
         self._made: tuple[tuple, Any, _Vocabulary] | None = None  # of the tokenizer with these traits
         self._shared: tuple[str, _Vocabulary] | None = None  # of another rank's vocabulary
         self._known: OrderedDict[_Key, XGrammar] = OrderedDict()  # the last one was used last
         self._refused: OrderedDict[_Key, tuple[str, float]] = OrderedDict()  # why, and when by `time.monotonic`
         self._open: dict[_Key, _Compilation] = {}
-        at_fork.register(self)
 
     def compile(self, structured: Structured, tokenizer: Any) -> XGrammar:
         """The grammar of a form; waits for it.
@@ -95,7 +93,7 @@ class Grammars:
         check_size(structured, self._config.structured_max_bytes)
         vocabulary = self._of(tokenizer)
         key, waiter = _Key(vocabulary.number, structured), Future[XGrammar]()
-        with self._lock:
+        with self._lock.rlock:
             if (known := self._known.get(key)) is not None:
                 self._known.move_to_end(key)
                 waiter.set_result(known)
@@ -130,9 +128,8 @@ class Grammars:
         """Was `share` called with this one last?"""
         return self._shared is not None and self._shared[0] == vocabulary
 
-    def after_fork_in_child(self) -> None:
-        """What waits, and what answers, are threads of the parent."""
-        self._lock, self._reading = at_fork.renewed(self._lock), at_fork.renewed(self._reading)
+    def forget_open(self) -> None:
+        """Forget compilations that are under way: the threads that wait for them, and that answer, do not exist."""
         self._open = {}
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -148,7 +145,7 @@ class Grammars:
     def _answer(self, key: _Key, compilation: _Compilation, what: str, more: Any) -> None:
         if what == "lost" and not compilation.was_lost:
             compilation.was_lost = True
-            with self._lock:
+            with self._lock.rlock:
                 if self._open.get(key) is compilation:  # else no caller waits any more
                     self._start(key, compilation)
         elif what in ("quick", "compiled") or (what == "none" and not compilation.was_lost):
@@ -203,7 +200,7 @@ class Grammars:
         Args:
             is_lasting: another try would come to the same.
         """
-        with self._lock:
+        with self._lock.rlock:
             if self._open.get(key) is compilation:
                 del self._open[key]
             if grammar is not None:
@@ -222,7 +219,7 @@ class Grammars:
                 waiter.set_exception(FormError(key.structured, why))
 
     def _keep(self, key: _Key, grammar: XGrammar) -> None:
-        with self._lock:
+        with self._lock.rlock:
             if key.vocabulary not in self._vocabularies():
                 return
             self._known[key] = grammar
@@ -235,7 +232,7 @@ class Grammars:
 
     def _drop_others(self) -> None:
         """Drop the forms of vocabularies that no form is compiled for any more."""
-        with self._lock:
+        with self._lock.rlock:
             kept = self._vocabularies()
             for forms in (self._known, self._refused):
                 for key in [key for key in forms if key.vocabulary not in kept]:
@@ -243,7 +240,7 @@ class Grammars:
 
     def _leave(self, key: _Key, compilation: _Compilation, waiter: Future[XGrammar]) -> None:
         """One who waited does not any more."""
-        with self._lock:
+        with self._lock.rlock:
             if not waiter.cancelled() or self._open.get(key) is not compilation:
                 return
             if all(other.cancelled() for other in compilation.waiters):
@@ -259,7 +256,7 @@ class Grammars:
             return self._shared[1]
         special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         traits = tokenizer_traits(tokenizer), getattr(tokenizer, "eos_token_id", None), special
-        with self._reading:
+        with self._reading.rlock:
             made = self._made
             if made is None or made[0] != traits:
                 made = self._made = traits, tokenizer, self._read(xgrammar, tokenizer, special)

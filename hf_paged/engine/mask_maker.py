@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_paged import at_fork
 from hf_paged.device.cuda import num_cores
 from hf_paged.engine.grammars import import_xgrammar
 from hf_paged.engine.matchers import Matcher, XGrammarMatcher
@@ -35,7 +34,6 @@ class MaskMaker:
         self._batch: Any = None  # an xgrammar.BatchGrammarMatcher
         self._thread: ThreadPoolExecutor | None = None
         self._job: Future[None] | None = None
-        at_fork.register(self)
         _makers.add(self)
 
     def make(self, matchers: Sequence[Matcher | None]) -> HostMasks:
@@ -78,10 +76,6 @@ class MaskMaker:
         if self._job is not None:
             self._job.exception()
 
-    def after_fork_in_child(self) -> None:
-        """The thread is the parent's."""
-        self._thread = None
-
     def _laid_out(self, matchers: Sequence[Matcher | None]) -> tuple[HostMasks, list[Matcher]]:
         """Room for the masks, and the matchers that are to fill its lines."""
         self.wait()  # after an interrupt something may still write to the buffer
@@ -119,8 +113,13 @@ class MaskMaker:
 _makers: weakref.WeakSet[MaskMaker] = weakref.WeakSet()
 
 
-@at_fork.before
-def _wait_for_makers() -> None:
-    """A child would have matchers that a thread, which it has not, is in the middle of."""
+def wait_for_all() -> None:
+    """Before a fork: the child would have matchers that a thread which it lacks is in the middle of."""
     for maker in list(_makers):
         maker.wait()
+
+
+def forget_threads() -> None:
+    """In the child of a fork: start other threads the next time."""
+    for maker in list(_makers):
+        maker._thread = None

@@ -1,9 +1,9 @@
-"""Calls of a `PagedGenerator` that are awaited: made in a thread, run by the engine's driver."""
+"""Calls of a `PagedGenerator` that are awaited: made in a thread, run by an `EngineThread`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import replace
@@ -11,8 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_paged.engine.driver import Driver
+from hf_paged.engine.driver import EngineThread
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.engine_call import EngineCall
+from hf_paged.engine.session import NewRequest
+from hf_paged.errors import EngineClosedError
 from hf_paged.integration import paths
 from hf_paged.integration.best_of import best_outputs
 from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, wanted
@@ -20,6 +23,109 @@ from hf_paged.options.arguments import base_seed
 from hf_paged.outputs import Completion, StepOutput
 
 T = TypeVar("T")
+
+
+CLOSED = "the generator was closed, or its model disabled, while this call ran: make another PagedGenerator"
+
+
+class _Loops:
+    """What an `EngineThread` has to hand over to event loops: of each loop everything at once, after each turn."""
+
+    def __init__(self) -> None:
+        self._news: dict[asyncio.AbstractEventLoop, list[tuple[AsyncCall, Callable[[], None]]]] = {}
+
+    def tell(self, call: AsyncCall, receive: Callable[[], None]) -> None:
+        """Have `receive` called on the loop of a call."""
+        self._news.setdefault(call.loop, []).append((call, receive))
+
+    def deliver(self) -> None:
+        """Hand everything over; where a loop is closed, the requests of its calls end."""
+        news, self._news = self._news, {}
+        for loop, receivers in news.items():
+            try:
+                loop.call_soon_threadsafe(_call_all, [receive for _, receive in receivers])
+            except RuntimeError:
+                for call, _ in receivers:
+                    call.thread.drop(call)
+
+
+class AsyncCall(EngineCall):
+    """The requests of one call, and their outputs on the event loop that was running when it was made.
+
+    Only that loop's thread uses `begin`, `outputs` and `close`.
+    """
+
+    def __init__(self, thread: EngineThread, loops: _Loops, *, stream: bool) -> None:
+        super().__init__(stream=stream)
+        self.thread, self.loop = thread, asyncio.get_running_loop()
+        self._loops = loops
+        self._added: asyncio.Future[list[str | ValueError]] = self.loop.create_future()
+        self._outputs: list[StepOutput] = []
+        self._error: BaseException | None = None
+        self._is_over = False
+        self._changed = asyncio.Event()
+
+    async def begin(self, requests: list[NewRequest]) -> list[str | ValueError]:
+        """Queue the requests of the call, once: of each its id, or what is wrong with it; as `Engine.add_all`."""
+        self.thread.submit(lambda: self._add(requests))
+        return await self._added
+
+    async def outputs(self) -> list[StepOutput]:
+        """Those that came since the last time, once there are any; an empty list after the last one.
+
+        Raises:
+            EngineClosedError: the engine was closed before.
+            Exception: what the engine raised in a step, which ended the requests of every call of the thread.
+        """
+        while not self._outputs and not self._is_over:
+            self._changed.clear()
+            await self._changed.wait()
+        outputs, self._outputs = self._outputs, []
+        if not outputs and self._error is not None:
+            raise self._error
+        return outputs
+
+    def close(self) -> None:
+        """End what is still running, before the next step; waits for nothing."""
+        if not self._is_over:
+            self.thread.submit(lambda: self.thread.drop(self))
+
+    # -- in the thread that steps the engine --------------------------------------------------------------------------
+
+    def _add(self, requests: list[NewRequest]) -> None:
+        try:
+            added = self.thread.add(self, requests)
+        except BaseException as error:  # it is the caller's
+            self._tell(error=error)
+        else:
+            self._tell(added=added)
+
+    def take(self, outputs: list[StepOutput]) -> None:
+        self._tell(outputs=outputs)
+
+    def fail(self, error: BaseException | None) -> None:
+        self._tell(error=error or EngineClosedError(CLOSED))
+
+    def _tell(self, *, added: list[str | ValueError] | None = None, outputs: Sequence[StepOutput] = (),
+              error: BaseException | None = None) -> None:
+        is_over = not self.num_open
+
+        def receive() -> None:
+            self._outputs += outputs
+            self._error, self._is_over = error or self._error, self._is_over or is_over
+            if not self._added.done():
+                if error is not None:
+                    self._added.set_exception(error)
+                elif added is not None:
+                    self._added.set_result(added)
+            self._changed.set()
+
+        self._loops.tell(self, receive)
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 class AsyncCalls:
@@ -32,7 +138,8 @@ class AsyncCalls:
 
     def __init__(self, engine: Engine, maker: RequestMaker) -> None:
         self._engine, self._maker = engine, maker
-        self.driver = Driver(engine)
+        self._loops = _Loops()
+        self.thread = EngineThread(lambda: engine, lingers=True, after_turn=self._loops.deliver)
 
     async def outputs(self, call: Call) -> AsyncIterator[tuple[int, StepOutput]]:
         """As `PagedGenerator.stream`."""
@@ -68,10 +175,10 @@ class AsyncCalls:
     async def _run(self, call: Call, asked: list[Asked], *,
                    stream: bool) -> AsyncGenerator[tuple[int, StepOutput], None]:
         """The outputs of requests as they come; without ``stream`` only the last one of each."""
-        running = self.driver.call(stream=stream)
+        running = AsyncCall(self.thread, self._loops, stream=stream)
         try:
             requests = wanted(asked)
-            index, refused = numbered(call, asked, await running.add(requests) if requests else [])
+            index, refused = numbered(call, asked, await running.begin(requests) if requests else [])
             for item in refused:
                 yield item
             while index and (outputs := await running.outputs()):

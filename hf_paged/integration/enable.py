@@ -64,7 +64,7 @@ def enable_with_engine(causal_lm: PreTrainedModel, config: PagedConfig, **engine
     """Give an unwrapped model a new `Engine`."""
     engine = Engine(causal_lm, config, **engine_options)
     disable(causal_lm)
-    with hooks.lock:
+    with hooks.lock.rlock:
         if causal_lm not in _watched:
             _watched.add(causal_lm)
             weakref.finalize(causal_lm, hooks.put_back_if_unused).atexit = False
@@ -98,8 +98,8 @@ def disable(model: nn.Module) -> nn.Module:
     try:
         engine.shutdown()
     finally:
-        with hooks.lock:
-            if ENGINES.get(causal_lm) is engine:  # another thread may have disabled or enabled it meanwhile
+        with hooks.lock.rlock:
+            if ENGINES.get(causal_lm) is engine:  # not disabled by another thread in the meantime
                 del ENGINES[causal_lm]
             hooks.put_back_if_unused()
     return model

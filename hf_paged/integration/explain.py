@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +12,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_paged import at_fork
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.integration.enable import as_if_enabled, innermost, unsupported_class
 from hf_paged.integration.fallback import outside_of_fallbacks
 from hf_paged.integration.paths import Question, asked, asking
 from hf_paged.outputs import Explanation
+from hf_paged.process_lock import ProcessLock
 
-_one_at_a_time = threading.RLock()  # since filters of warnings are global to the process
+_one_at_a_time = ProcessLock()  # filters of warnings are the process' own
 
 
 class _Nobody:
@@ -64,7 +63,7 @@ def explain(model: nn.Module, **generate_kwargs: Any) -> Explanation:
         rows = max(1, len(names)) if isinstance(names, (list, tuple)) else 1
         generate_kwargs["input_ids"] = ids = torch.zeros((rows, 1), dtype=torch.int64, device=causal_lm.device)
         generate_kwargs.setdefault("attention_mask", torch.ones_like(ids))
-    with _one_at_a_time, as_if_enabled(causal_lm) as engine:
+    with _one_at_a_time.rlock, as_if_enabled(causal_lm) as engine:
         question = Question(engine)
         caller: Any = model if hasattr(model, "generate") else causal_lm
         with asking(question), outside_of_fallbacks(), _quiet():
@@ -99,10 +98,4 @@ def _quiet() -> Iterator[None]:
 
 
 def _not_asked(record: logging.LogRecord) -> bool:
-    return asked() is None  # for this thread only
-
-
-@at_fork.in_child
-def _renew_in_child() -> None:
-    global _one_at_a_time
-    _one_at_a_time = at_fork.renewed(_one_at_a_time)
+    return asked() is None  # in this thread

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from hf_paged import at_fork
 from hf_paged.engine.engine import Engine
 from hf_paged.guards.at_home import chain_of
 from hf_paged.integration import fallback, generate, paths, ranks, stock_loop
@@ -27,8 +25,9 @@ from hf_paged.integration.engines import ENGINES, engine_of
 from hf_paged.integration.structured_calls import with_structure
 from hf_paged.integration.view import model_of, view_of
 from hf_paged.options.settings import option_reason
+from hf_paged.process_lock import ProcessLock
 
-lock = threading.RLock()  # held to enable or disable models and to replace methods
+lock = ProcessLock()  # held to enable or disable models and to replace methods
 _holders = 0  # calls of `hold` minus calls of `release`
 _CUSTOM = 10  # index of `custom_generate` after `self`; a function that replaces stock's `generate` may hide it
 _MISSING = object()  # GenerationMixin inherits the method and does not define it
@@ -38,7 +37,7 @@ before_first_call: list[Callable[[Any], None]] = []  # called with the model of 
 
 def place() -> None:
     """Place missing hooks in `GenerationMixin`; a hook inside another function's wrapper counts as placed."""
-    with lock:
+    with lock.rlock:
         for name, make in _HOOKS.items():
             current = getattr(GenerationMixin, name)
             if any(map(_is_hook, chain_of(current))):
@@ -54,7 +53,7 @@ def put_back_if_unused() -> None:
 
     A hook that another program replaced or wrapped stays there, and calls the original method.
     """
-    with lock:
+    with lock.rlock:
         if ENGINES or _holders:
             return
         for name in _HOOKS:
@@ -90,7 +89,7 @@ def _inherited(name: str, current: Callable) -> Callable:
 def hold() -> None:
     """Place the hooks and keep them until the matching `release`."""
     global _holders
-    with lock:
+    with lock.rlock:
         _holders += 1
         place()
 
@@ -98,7 +97,7 @@ def hold() -> None:
 def release() -> None:
     """End one `hold`."""
     global _holders
-    with lock:
+    with lock.rlock:
         _holders -= 1
         put_back_if_unused()
 
@@ -221,10 +220,3 @@ _HOOKS: dict[str, Callable[[Callable], Callable]] = {
     **{name: functools.partial(_batching_hook, function, _of_first_call) for name, function in METHODS.items()},
     "destroy_cached_continuous_batching_manager": functools.partial(_batching_hook, destroy_cached_manager, _of_call),
 }
-
-
-@at_fork.in_child
-def _renew_in_child() -> None:
-    """Replace the lock in a forked child, since a thread that held it does not exist there."""
-    global lock
-    lock = at_fork.renewed(lock)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from typing import Any
 
-from hf_paged import at_fork
 from hf_paged.config import PagedConfig
 from hf_paged.errors import FallbackWarning
 from hf_paged.integration import fallback, hooks
 from hf_paged.integration.enable import disable, enable, is_enabled, merged_config, unsupported_class
 from hf_paged.integration.paths import asked
 from hf_paged.options.notices import level_of_caller
+from hf_paged.process_lock import ProcessLock
 
 _config = PagedConfig()
 # Models enabled here, at most once each: a user may have disabled one on purpose.
 _enabled: weakref.WeakSet[Any] = weakref.WeakSet()
 _named: weakref.WeakSet[type] = weakref.WeakSet()  # unsupported classes for which the warning was shown
-_enabling_one = threading.RLock()  # so that concurrent first calls of a model enable it once
+_enabling_one = ProcessLock()  # so that concurrent first calls of a model enable it once
 
 
 def install(config: PagedConfig | None = None, **overrides: Any) -> None:
@@ -39,7 +38,7 @@ def install(config: PagedConfig | None = None, **overrides: Any) -> None:
     """
     global _config
     _config = merged_config(config, overrides)
-    with hooks.lock:
+    with hooks.lock.rlock:
         if not is_installed():
             hooks.before_first_call.append(enable_once)
             hooks.hold()
@@ -77,14 +76,7 @@ def enable_once(model: Any) -> None:
             text = f"hf_paged: {reason.with_remedy}"
             warnings.warn(text, FallbackWarning, stacklevel=level_of_caller())
         return
-    with _enabling_one:
+    with _enabling_one.rlock:
         if model not in _enabled:
             enable(model, _config)
             _enabled.add(model)
-
-
-@at_fork.in_child
-def _renew_in_child() -> None:
-    """Replace the lock in a forked child, since a thread that held it does not exist there."""
-    global _enabling_one
-    _enabling_one = at_fork.renewed(_enabling_one)

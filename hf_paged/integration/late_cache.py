@@ -7,17 +7,16 @@ own forward for the same tokens and mask, which equals stock's cache.
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from hf_paged import at_fork
 from hf_paged.engine.engine import Engine
 from hf_paged.integration.adapter_rows import rows_under
 from hf_paged.integration.cache_name import CACHE_NAME
+from hf_paged.process_lock import ProcessLock
 
 TOKENS_AT_ONCE = 8192  # new tokens of all rows in one forward
 
@@ -27,8 +26,7 @@ class _Call:
 
     def __init__(self, engine: Engine, model: Any, sequences: torch.Tensor, width: int,
                  model_kwargs: dict[str, Any], adapters: list[str | None]) -> None:
-        self.computing = threading.RLock()
-        at_fork.register(self)
+        self.computing = ProcessLock()
         self._model = weakref.ref(model)
         self._mark = engine.model_mark()
         device = model.device.type
@@ -43,10 +41,6 @@ class _Call:
         if self._positions is not None:
             steps = torch.arange(1, more + 1, dtype=self._positions.dtype, device=self._positions.device)
             self._positions = torch.cat([self._positions, self._positions[:, -1:] + steps], dim=1)
-
-    def after_fork_in_child(self) -> None:
-        """Replace the lock, which another thread may have held, so that the child can compute."""
-        self.computing = at_fork.renewed(self.computing)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -106,7 +100,7 @@ def _fill(cache: Any) -> None:
     call = vars(cache).get("_call")
     if call is None:  # another thread has filled it
         return
-    with call.computing:
+    with call.computing.rlock:
         if type(cache) is LateCache:
             made = vars(call.compute())
             vars(cache).update(made)

@@ -6,18 +6,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from functools import lru_cache, partial
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
 import torch
 import xxhash
 
-from hf_paged import at_fork
 from hf_paged.device.upload import upload
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.kernels.build import compiling
 from hf_paged.kernels.build.compiling import in_background
+from hf_paged.process_lock import once_a_process
 
 # Bytes a program reads: some hundred thousand programs for an 8B model, each with eight tiles of work.
 CHUNK_BYTES = 1 << 16
@@ -81,15 +81,9 @@ def begin_early(device: torch.device) -> None:
         _warmed_up(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@lru_cache(maxsize=64)
+@once_a_process
 def _warmed_up(device: int) -> Future[object]:
     return in_background(partial(_warm_up, device))
-
-
-@at_fork.in_child
-def _begin_anew() -> None:
-    """The threads are the parent's."""
-    _warmed_up.cache_clear()
 
 
 def _warm_up(device: int) -> None:

@@ -20,12 +20,12 @@ from transformers.integrations.hub_kernels import is_kernel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged import at_fork
 from hf_paged.attention.paged_attention import check_attention
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.layer.store_kv import store_kv
 from hf_paged.models.base import StepContext
+from hf_paged.process_lock import ProcessLock
 
 NAME = "hf_paged"
 STEP_ARGUMENT = "hf_paged_step"
@@ -37,7 +37,7 @@ _IGNORED = frozenset({
 # Implementations that read their name from the config again while they run; kernels of the Hub do so, too.
 _READS_CONFIG = ("flash", "paged|")
 
-_lock = threading.Lock()
+_lock = ProcessLock()
 
 
 class WindowedStep(NamedTuple):
@@ -81,14 +81,14 @@ def paged_call(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
     held: list[PreTrainedConfig] = []
     try:
         for config in configs:
-            with _lock:
+            with _lock.rlock:
                 _switched.setdefault(id(config), _Switched(config, [])).threads.append(threading.get_ident())
                 held.append(config)
                 config._attn_implementation = _paged_name(implementation_of(config))
         yield
     finally:
         for config in held:
-            with _lock:
+            with _lock.rlock:
                 threads = _switched[id(config)].threads
                 threads.remove(threading.get_ident())
                 if not threads:
@@ -153,11 +153,8 @@ def _stock_name(config: PreTrainedConfig) -> str | None:
     return name
 
 
-@at_fork.in_child
-def _renew_in_child() -> None:
+def forget_other_threads() -> None:
     """Restore the names in configs of paged calls whose threads a forked child lacks: there these calls never end."""
-    global _lock
-    _lock = threading.Lock()
     for key, (config, threads) in list(_switched.items()):
         threads[:] = [thread for thread in threads if thread == threading.get_ident()]
         if not threads:

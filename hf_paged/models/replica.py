@@ -21,7 +21,6 @@ import xxhash
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hf_paged import at_fork
 from hf_paged.errors import FallbackError, Reason
 from hf_paged.guards.adapter_hooks import names_in
 from hf_paged.guards.facts import Facts
@@ -29,6 +28,7 @@ from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models.fsdp import Shard, Sharding, is_hook, is_sharded, plain_class, sharding_of
 from hf_paged.parallel.gather import Gatherer, Part
 from hf_paged.parallel.rendezvous import Rendezvous
+from hf_paged.process_lock import ProcessLock
 
 # Flags that a rank brings to a meeting: its weights changed; its call runs in stock; it raises if another's does.
 CHANGED, STOCK, STRICT = "changed", "stock", "strict"
@@ -55,13 +55,9 @@ class Replica:
         self._wholes: dict[int, tuple[nn.Parameter, Shard]] = {}  # by id of the trainer's parameter
         self._checksum = ChecksumPlan()
         self._gathered: int | None = None  # checksum of this rank's parts when they were gathered last
-        self._pins: Counter[int | None] = Counter()  # by thread; None: for all threads
-        self._meeting = threading.RLock()  # one thread of this rank meets at a time
-        at_fork.register(self)
+        self._pins: Counter[int | None] = Counter()  # by thread; None: of all threads
+        self._meeting = ProcessLock()  # one thread of this rank meets at a time
         self.refresh()
-
-    def after_fork_in_child(self) -> None:
-        self._meeting = at_fork.renewed(self._meeting)
 
     @property
     def model(self) -> Any:
@@ -159,7 +155,7 @@ class Replica:
             RankAloneError: another rank does not come in time, or raises an error instead of coming.
             FallbackError: a call has to run in stock on another rank, and a rank is strict.
         """
-        with self._meeting:
+        with self._meeting.rlock:
             try:
                 now = self._checksum_now()
                 gatherer = Gatherer(self._parts())
@@ -179,12 +175,12 @@ class Replica:
 
     def come_in_stock(self, timeout: float) -> None:
         """Meet the other ranks so that all of them run in stock; raises as `come`."""
-        with self._meeting:
+        with self._meeting.rlock:
             self._meet({STOCK}, timeout)
 
     def refuse(self, error: BaseException) -> None:
         """Send the other ranks this rank's error instead of meeting them."""
-        with self._meeting:
+        with self._meeting.rlock:
             if self.meets_others:
                 self._rendezvous().refuse(error)
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_paged import at_fork
 from hf_paged.engine.engine import Engine
 from hf_paged.observe.metrics_recorder import Recorder
 from hf_paged.observe.telemetry import telemetry_of
 from hf_paged.observe.work import sizes_of
 from hf_paged.optional import require
+from hf_paged.process_lock import ProcessLock
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from hf_paged.observe.metric_families import Watched
 
-_lock = threading.RLock()
+_lock = ProcessLock()
 _numbers = itertools.count()
 _watched: weakref.WeakKeyDictionary[Engine, tuple[tuple[str, str], Recorder]] = weakref.WeakKeyDictionary()
 _own: weakref.WeakKeyDictionary[Engine, Any] = weakref.WeakKeyDictionary()  # one registry per engine
@@ -37,7 +36,7 @@ class EnginesCollector:
         """Return the families, with one reading of each engine."""
         from hf_paged.observe.metric_families import families, read
 
-        with _lock:
+        with _lock.rlock:
             found = sorted((one for engine in self.engines if (one := _look_up(engine)) is not None),
                            key=lambda one: int(one.labels[1]))
         return families([read(one) for one in found])
@@ -62,7 +61,7 @@ def metrics_of(engine: Engine, registry: CollectorRegistry | None = None) -> Col
     from prometheus_client import CollectorRegistry
 
     watch(engine)  # before `_lock`: waiting for the engine's lock while holding `_lock` could deadlock
-    with _lock:
+    with _lock.rlock:
         if registry is None:
             registry = _own.setdefault(engine, CollectorRegistry())
         if (collector := _collectors.get(registry)) is None:
@@ -74,7 +73,7 @@ def metrics_of(engine: Engine, registry: CollectorRegistry | None = None) -> Col
 
 def watch(engine: Engine) -> None:
     """Record an engine's metrics from now on, unless recorded already."""
-    with _lock:
+    with _lock.rlock:
         if engine in _watched:
             return
         model = engine.model
@@ -89,9 +88,3 @@ def _look_up(engine: Engine) -> Watched | None:
 
     found = _watched.get(engine)
     return None if found is None else Watched(found[0], engine, found[1])
-
-
-@at_fork.in_child
-def _renew_in_child() -> None:
-    global _lock
-    _lock = threading.RLock()

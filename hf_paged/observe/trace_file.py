@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import threading
 import time
 from typing import Any
 
-from hf_paged import at_fork
+from hf_paged.process_lock import ProcessLock
 
 _BUFFER = 256  # events
 # For spans that would have similar colors; Chrome's viewer knows these names, Perfetto has colors of its own.
@@ -32,18 +31,17 @@ class TraceFile:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = os.path.realpath(path)
-        if any(one.path == self.path for one in _open):
+        if any(one.path == self.path and one._owner == os.getpid() for one in _open):
             raise ValueError(f"path={os.fspath(path)!r}: expected a file that no other trace writes to")
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115  # closed by `close`
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._began = time.perf_counter()
         self._numbers = itertools.count(1)
         self._lines: list[str] = []
-        self._is_open = True
+        self._owner: int | None = os.getpid()  # the process that writes; None once it is closed
         self._file.write(b"[\n")
         self._separator = b""
         _open.add(self)
-        at_fork.register(self)
 
     def next_number(self) -> int:
         """Return 1, 2, ..., each once."""
@@ -85,10 +83,10 @@ class TraceFile:
 
     def close(self) -> None:
         """Write buffered events and close the file; later events are dropped."""
-        with self._lock:
-            if not self._is_open:
+        with self._lock.rlock:
+            if self._owner != os.getpid():
                 return
-            self._is_open = False
+            self._owner = None
             _open.discard(self)
             try:
                 self._flush()
@@ -101,8 +99,8 @@ class TraceFile:
 
     def _add(self, event: dict[str, Any]) -> None:
         line = json.dumps(event, separators=(",", ":"))
-        with self._lock:
-            if self._is_open:
+        with self._lock.rlock:
+            if self._owner == os.getpid():  # the file is the parent's in the child of a fork
                 self._lines.append(line)
                 if len(self._lines) >= _BUFFER:
                     self._flush()
@@ -114,9 +112,3 @@ class TraceFile:
             while left:
                 left = left[self._file.write(left) :]
             self._separator = b",\n"
-
-    def after_fork_in_child(self) -> None:
-        """Drop the file in a forked child, since only the parent may write to it."""
-        self._lock = threading.Lock()
-        self._is_open, self._lines = False, []
-        _open.discard(self)

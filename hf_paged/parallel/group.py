@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from hf_paged import at_fork
 from hf_paged.errors import EngineClosedError
 from hf_paged.kernels.comm._peers import Peers
 from hf_paged.kernels.comm.all_reduce import all_reduce, all_reduce_add_rms_norm, choose_algorithm_for
@@ -57,8 +56,7 @@ class ParallelGroup:
         self._together: list[int] = []  # threads that are inside `together`
         self._alone: Callable[[], None] | None = None  # inside `alone`: called in place of collectives
         self._graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()
-        self._is_forked = False
-        at_fork.register(self)
+        self._process = os.getpid()
 
     def __deepcopy__(self, memo: dict) -> ParallelGroup:
         return self
@@ -110,17 +108,13 @@ class ParallelGroup:
         """Release the process groups, which hold the store's sockets open: collectives raise from now on."""
         self._devices = self._hosts = None
 
-    def after_fork_in_child(self) -> None:
-        """Make collectives raise: other ranks listen to the parent. Ending connections here would wait for threads."""
-        self._is_forked = self.is_parallel
-
     @property
     def hosts(self) -> Any:
         """Process group of the collectives on the host."""
         return self._met(self._hosts)
 
     def _met(self, ranks: Any) -> Any:
-        if self._is_forked:
+        if self.is_parallel and os.getpid() != self._process:  # the other ranks listen to the parent
             raise EngineClosedError(
                 f"this process is a fork of rank {self.rank}: expected a collective of the process that met the others"
             )

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_paged import at_fork
-
-# Bounds the pieces of a thread that never calls `take`, such as one with an engine made after the last `stop`.
+# Of a thread whose pieces nobody takes: an engine that came when the asking had ended.
 _MOST_PIECES = 4096
 
 
@@ -63,8 +61,3 @@ def take() -> tuple[Piece, ...]:
     taken = tuple(_pieces.known)
     _pieces.known.clear()
     return taken
-
-
-@at_fork.in_child
-def _renew_in_child() -> None:
-    _askers.clear()

@@ -30,7 +30,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 import hf_paged
-from hf_paged import PagedGenerator, at_fork
+from hf_paged import PagedGenerator
 from hf_paged.engine.loop import EngineCore
 from hf_paged.integration.paths import new_tokens
 from hf_paged.outputs import PATHS
@@ -226,7 +226,7 @@ ENTRIES = {
 # What opens a session of an engine, and how its calls are counted.
 SESSIONS = {
     "generator.py": "each of ENTRIES", "integration/async_calls.py": "each of ENTRIES",
-    "integration/generate.py": "a call of an enabled model", "integration/continuous_batching/worker.py":
+    "integration/generate.py": "a call of an enabled model", "integration/continuous_batching/batched_calls.py":
     "the requests of a manager: `generate_batch` counts itself",
 }
 
@@ -237,7 +237,7 @@ def test_entries_are_all_there_are():
     assert takes_prompts == {*ENTRIES}
     root = Path(hf_paged.__file__).parent
     opens = {path.relative_to(root).as_posix() for path in root.rglob("*.py")
-             if re.search(r"\.session\(|driver\.call\(", path.read_text())}
+             if re.search(r"\.session\(|\(EngineCall\):", path.read_text())}
     assert opens == {*SESSIONS}
 
 
@@ -311,20 +311,9 @@ def test_a_stream_that_is_collected_while_a_call_is_counted_is_counted():
         stream = generator.stream(PROMPTS, max_new_tokens=6)
         next(stream)
         counts = generator.engine.calls
-        with counts._lock:
+        with counts._lock.rlock:
             del stream
         assert counts.stats()["native"] == hf_paged.CallStats(1, 1, {})
-
-
-def test_in_a_fork_nobody_holds_the_lock():
-    counts = hf_paged.get_engine(hf_paged.enable(tiny_model())).calls
-    thread = threading.Thread(target=counts._lock.acquire)  # which is gone then
-    thread.start()
-    thread.join()
-    assert counts in at_fork._registered
-    counts.after_fork_in_child()
-    counts.add("native", None, 3)
-    assert counts.stats()["native"].num_tokens == 3
 
 
 def test_what_is_no_sequence_has_no_tokens():

@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import hf_paged
 from hf_paged.integration.call_context import salt_of_call
-from hf_paged.integration.continuous_batching import worker
+from hf_paged.integration.continuous_batching import batched_calls
 from hf_paged.integration.stock_pieces import EndOfCall
 from hf_paged.options.arguments import salt_digest
 from hf_paged.server import requests
@@ -218,7 +218,7 @@ def test_what_the_engine_refuses_runs_alone(server, monkeypatch, stream):
     if not server.is_continuous:
         pytest.skip("nothing is taken in from a queue")
     expected = ask_text(server, "count from 3 to 7", stream, max_tokens=7)
-    asked, settings_of = [], worker.request_settings
+    asked, settings_of = [], batched_calls.request_settings
 
     def refusing(engine, request):
         if request.max_new_tokens == 7:
@@ -226,7 +226,7 @@ def test_what_the_engine_refuses_runs_alone(server, monkeypatch, stream):
             raise ValueError("no sevens here")
         return settings_of(engine, request)
 
-    monkeypatch.setattr(worker, "request_settings", refusing)
+    monkeypatch.setattr(batched_calls, "request_settings", refusing)
     with ThreadPoolExecutor(4) as pool:
         sevens = pool.map(lambda _: ask_text(server, "count from 3 to 7", stream, max_tokens=7), range(2))
         others = pool.map(lambda _: ask_text(server, "count from 3 to 7", stream, max_tokens=6), range(2))

@@ -12,7 +12,7 @@ from serve_fields import ODD as ANY
 from serve_support import served
 from transformers import GenerationConfig
 
-from hf_paged.integration.continuous_batching import worker
+from hf_paged.integration.continuous_batching import batched_calls
 from hf_paged.options.request_options import RequestOptions
 from hf_paged.options.structured import Structured
 from hf_paged.server.calls import RefusedRequestError
@@ -243,8 +243,8 @@ TOLD = [
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("endpoint", ALL)
 def test_the_engine_is_told_what_the_body_asks_for(server, monkeypatch, endpoint, stream):
-    told, settings_of = [], worker.request_settings
-    monkeypatch.setattr(worker, "request_settings", lambda *args: told.append(settings_of(*args)) or told[-1])
+    told, settings_of = [], batched_calls.request_settings
+    monkeypatch.setattr(batched_calls, "request_settings", lambda *args: told.append(settings_of(*args)) or told[-1])
     limit = "max_output_tokens" if endpoint == RESPONSES else "max_tokens"
     path = PATHS[endpoint]
     for fields, expected in TOLD:

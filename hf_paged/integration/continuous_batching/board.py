@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_paged import at_fork
 from hf_paged.integration.continuous_batching.requests import BatchedRequest, failed_output
 
 logger = logging.getLogger(__name__)
@@ -21,11 +20,15 @@ QUEUE_TIMEOUT_S = 10.0
 
 
 class RequestBoard:
-    """Open requests of one manager: those that arrived, those that run, those to be cancelled. Thread-safe."""
+    """Open requests of one manager: those that arrived, those that run, those to be cancelled. Thread-safe.
 
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.outputs = OutputBox(self.changed)
+    Args:
+        changed: returns the condition that is held for every look at the board, and notified of every change.
+    """
+
+    def __init__(self, changed: Callable[[], threading.Condition]) -> None:
+        self._changed = changed
+        self.outputs = OutputBox(changed)
         self.open: dict[str, BatchedRequest] = {}  # every request that is neither finished nor cancelled
         self._arrivals: list[BatchedRequest] = []
         self._cancelled: list[BatchedRequest] = []
@@ -38,18 +41,18 @@ class RequestBoard:
 
     def add(self, requests: list[BatchedRequest], limit: int) -> None:
         """Queue requests; queue.Full where `limit` (0: none) of them wait and none leaves for ten seconds."""
-        with self.changed:
-            if limit > 0 and not self.changed.wait_for(lambda: len(self._arrivals) < limit, QUEUE_TIMEOUT_S):
+        with self._changed():
+            if limit > 0 and not self._changed().wait_for(lambda: len(self._arrivals) < limit, QUEUE_TIMEOUT_S):
                 raise queue.Full
             self.check_ids(requests)
             for request in requests:
                 self.open[request.request_id] = request
                 self._arrivals.append(request)
-            self.changed.notify_all()
+            self._changed().notify_all()
 
     def cancel(self, request_id: str) -> None:
         """Close a request and its children; they get no output any more."""
-        with self.changed:
+        with self._changed():
             children = [key for key in self.open if key.startswith(f"{request_id}__child#")]
             for key in (request_id, *children):
                 request = self.open.pop(key, None)
@@ -57,46 +60,42 @@ class RequestBoard:
                     request.is_cancelled = True
                     self._cancelled.append(request)
                     self.outputs.forget(key)
-            self.changed.notify_all()
-
-    def renew(self) -> None:
-        """In the child of a fork: a condition that no thread holds; no handlers: their event loops are the parent's."""
-        self.changed = at_fork.renewed(self.changed)
-        self.outputs.renew(self.changed)
-
-    def has_work(self) -> bool:
-        return bool(self.open or self._cancelled)
+            self._changed().notify_all()
 
     def take_changes(self) -> tuple[list[BatchedRequest], list[BatchedRequest]]:
         """Requests that arrived and requests that were cancelled since the last call."""
-        with self.changed:
+        with self._changed():
             arrivals = [request for request in self._arrivals if not request.is_cancelled]
             cancelled, self._cancelled = self._cancelled, []
             self._arrivals.clear()
-            self.changed.notify_all()
+            self._changed().notify_all()
         return arrivals, cancelled
 
     def deliver(self, outputs: list[tuple[BatchedRequest, GenerationOutput]]) -> None:
         """Hand over outputs, except of cancelled requests; finished requests are open no more."""
-        with self.changed:
+        with self._changed():
             kept = [output for request, output in outputs if self.open.get(request.request_id) is request]
             for output in kept:
                 if output.is_finished():
                     del self.open[output.request_id]
             self.outputs.deliver(kept)
 
+    def fail(self, requests: Iterable[BatchedRequest], error: str) -> None:
+        """Hand over failed outputs of requests, except of cancelled ones."""
+        self.deliver([(request, failed_output(request, error)) for request in requests])
+
     def fail_all(self, error: str) -> None:
         """Fail every open request."""
-        with self.changed:
-            self.deliver([(request, failed_output(request, error)) for request in self.open.values()])
+        with self._changed():
+            self.fail(list(self.open.values()), error)
             self._arrivals.clear()
             self._cancelled.clear()
 
 
 class OutputBox:
-    """Outputs of one manager in the order they came. Thread-safe; `changed` is the manager's condition."""
+    """Outputs of one manager in the order they came. Thread-safe; `changed` as for `RequestBoard`."""
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, changed: Callable[[], threading.Condition]) -> None:
         self._changed = changed
         self._waiting: deque[GenerationOutput] = deque()
         self._handlers: dict[str, tuple[Callable, asyncio.AbstractEventLoop]] = {}
@@ -104,7 +103,7 @@ class OutputBox:
     def deliver(self, outputs: Iterable[GenerationOutput]) -> None:
         """Hand each output to the handler of its request, or keep it for `take`."""
         calls: dict[asyncio.AbstractEventLoop, list[tuple[Callable, GenerationOutput]]] = {}
-        with self._changed:
+        with self._changed():
             for output in outputs:
                 handler = self._handlers.get(output.request_id)
                 if handler is None:
@@ -118,12 +117,12 @@ class OutputBox:
                     loop.call_soon_threadsafe(_call_all, batch)
                 except RuntimeError:  # the loop is closed: no handler will run
                     logger.warning("hf_paged: dropped %d outputs, whose event loop is closed", len(batch))
-            self._changed.notify_all()
+            self._changed().notify_all()
 
     def register(self, request_id: str, callback: Callable) -> None:
         """Send this request's outputs, those that wait included, to `callback` on the running event loop."""
         loop = asyncio.get_running_loop()
-        with self._changed:
+        with self._changed():
             early = [output for output in self._waiting if output.request_id == request_id]
             if early:
                 self._waiting = deque(output for output in self._waiting if output.request_id != request_id)
@@ -131,14 +130,13 @@ class OutputBox:
             if not any(output.is_finished() for output in early):
                 self._handlers[request_id] = callback, loop
 
-    def renew(self, changed: threading.Condition) -> None:
-        """In the child of a fork: see `RequestBoard.renew`."""
-        self._changed = changed
+    def forget_handlers(self) -> None:
+        """Keep all outputs for `take`: the event loops of the handlers are another process'."""
         self._handlers.clear()
 
     def forget(self, request_id: str) -> None:
         """The request was cancelled: neither its handler nor the next request of its id gets its outputs."""
-        with self._changed:
+        with self._changed():
             self._handlers.pop(request_id, None)
             self._waiting = deque(output for output in self._waiting if output.request_id != request_id)
 
@@ -146,7 +144,7 @@ class OutputBox:
              may_come: Callable[[], bool]) -> GenerationOutput | None:
         """The oldest output (of `request_id`); None after `timeout` seconds, or once `may_come()` is False."""
         end = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
+        with self._changed():
             while True:
                 for i, output in enumerate(self._waiting):
                     if request_id is None or output.request_id == request_id:
@@ -155,7 +153,7 @@ class OutputBox:
                 left = None if end is None else end - time.monotonic()
                 if not may_come() or (left is not None and left <= 0):
                     return None
-                self._changed.wait(left)
+                self._changed().wait(left)
 
 
 def _call_all(batch: list[tuple[Callable, GenerationOutput]]) -> None:

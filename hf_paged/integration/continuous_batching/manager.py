@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_paged import at_fork
+from hf_paged.engine.driver import EngineThread
 from hf_paged.engine.engine import Engine
 from hf_paged.integration.call_context import within
+from hf_paged.integration.continuous_batching.batched_calls import BatchedCalls
 from hf_paged.integration.continuous_batching.board import RequestBoard
 from hf_paged.integration.continuous_batching.requests import BatchedRequest
-from hf_paged.integration.continuous_batching.worker import BatchingWorker
 from hf_paged.integration.engines import engine_of
 from hf_paged.integration.structured_calls import NO_FORM, Form
 from hf_paged.options.arguments import base_seed, num_copies, salt_digest
@@ -29,10 +27,8 @@ from hf_paged.sampling.sampler import derive_seed
 
 logger = logging.getLogger(__name__)
 
-RUN, FLUSH, HARD_STOP = 0, 1, 2  # what `stop` asked for; it only ever rises while a thread runs
 # Managers that wait for the next call on their model; they hold no strong reference to it.
 KEPT: weakref.WeakKeyDictionary[Any, PagedBatchingManager] = weakref.WeakKeyDictionary()
-_RUNNING: weakref.WeakSet[PagedBatchingManager] = weakref.WeakSet()
 
 
 class Own(NamedTuple):
@@ -54,13 +50,6 @@ _NOTHING_OWN = Own()
 _OWN: ContextVar[Own] = ContextVar("hf_paged_request_config", default=_NOTHING_OWN)
 
 
-class ThreadStatus:
-    """`fatal_error`: what ended the manager's thread before its time, or None."""
-
-    def __init__(self) -> None:
-        self.fatal_error: BaseException | None = None
-
-
 class PagedBatchingManager:
     """Takes requests from any thread, runs them in one daemon thread, keeps their outputs until they are asked for.
 
@@ -79,18 +68,17 @@ class PagedBatchingManager:
         self.generation_config = generation_config
         self.continuous_batching_config = batching_config
         self.warmed_up = False
-        self.background_thread_status = ThreadStatus()
-        self._generation_thread: threading.Thread | None = None
-        self.board = RequestBoard()
-        self._changed = self.board.changed
-        self._stop = RUN
-        self._is_over = False  # the thread ran and ended
-        self._num_pauses = 0
-        self._is_paused = False
-        self._my_pauses = threading.local()
+        self.thread = EngineThread(lambda: self.engine, on_end=self._end)
+        self.board = RequestBoard(lambda: self.thread.changed)
+        self._calls = BatchedCalls(self.thread, self.board)
+        self._was_started = False  # and not joined since
         self._num_requests = 0  # counts ids made
         self._num_seeds = 0
-        at_fork.register(self)
+
+    @property
+    def background_thread_status(self) -> EngineThread:
+        """What has, as ``fatal_error``, what ended the thread before its time, or None."""
+        return self.thread
 
     @property
     def model(self) -> Any:
@@ -117,7 +105,7 @@ class PagedBatchingManager:
 
     def is_running(self) -> bool:
         """Whether the thread was started and still runs."""
-        return self._generation_thread is not None and self._generation_thread.is_alive()
+        return self.thread.is_running()
 
     def start(self) -> None:
         """Start the thread; a warning where it runs already. RuntimeError: the model is not enabled any more."""
@@ -125,13 +113,8 @@ class PagedBatchingManager:
             logger.warning("hf_paged: the continuous batching manager is running already")
             return
         self._model = self.model
-        worker = BatchingWorker(self.engine, self.board, self.wait_for_work, self.end)
-        with self._changed:
-            self._stop, self._is_over, self.background_thread_status.fatal_error = RUN, False, None
-        thread = threading.Thread(target=worker.run, name="hf_paged continuous batching", daemon=True)
-        self._generation_thread = thread
-        _RUNNING.add(self)
-        thread.start()
+        self.thread.start()
+        self._was_started = True
 
     def stop(self, block: bool = True, timeout: float | None = None, keep_for_next_session: bool = False,
              hard_stop: bool = False) -> None:
@@ -141,33 +124,27 @@ class PagedBatchingManager:
             block: wait for the thread, `timeout` seconds at most (None: as long as it takes).
             keep_for_next_session: leave a stopped manager to `init_continuous_batching`, which gives it out again.
         """
-        if self._generation_thread is None:
+        if not self._was_started:
             logger.warning("hf_paged: the continuous batching manager was not started")
             return
-        if getattr(self._my_pauses, "count", 0):
-            raise RuntimeError("stop was called inside `pause` by the same thread: the generation loop would never end")
         started = time.perf_counter()
-        with self._changed:
-            self._stop = max(self._stop, HARD_STOP if hard_stop else FLUSH)
-            self._changed.notify_all()
+        self.thread.stop(now=hard_stop)
         if block:
             self.join(started, timeout)
         if keep_for_next_session:
-            with self._changed:
+            with self.thread.changed:
                 KEPT[self.model] = self
                 self._let_model_go()
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         """Wait for the thread to end, `timeout` seconds at most; a warning where it then still runs."""
-        thread = self._generation_thread
-        if thread is None:
+        if not self._was_started:
             return
-        thread.join(timeout)
-        if thread.is_alive():
+        if not self.thread.join(timeout):
             logger.warning("hf_paged: the generation thread still runs after %s s", timeout)
         else:
             logger.info("hf_paged: generation thread stopped after %.2f s", time.perf_counter() - stop_trigger_time)
-            self._generation_thread = None
+            self._was_started = False
 
     def destroy(self) -> None:
         """Finish what runs and end the thread; no later call gets this manager. Safe to call twice."""
@@ -177,36 +154,13 @@ class PagedBatchingManager:
         if model is not None and KEPT.get(model) is self:
             del KEPT[model]
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """No step runs inside this block, so that the model may be changed; requests in flight go on afterwards.
 
         Raises:
             RuntimeError: the thread does not run, or ended before it could pause.
         """
-        if not self.is_running():
-            raise RuntimeError("Cannot pause generation while no generation loop is running.")
-        mine = self._my_pauses
-        with self._changed:
-            self._num_pauses += 1
-            self._changed.notify_all()
-            try:
-                self._changed.wait_for(lambda: self._is_paused or self._is_over)
-                if self._is_over:
-                    error = self.background_thread_status.fatal_error
-                    raise RuntimeError("The generation loop stopped before it could pause.") from error
-            except BaseException:
-                self._num_pauses -= 1
-                self._changed.notify_all()
-                raise
-        mine.count = getattr(mine, "count", 0) + 1
-        try:
-            yield
-        finally:
-            mine.count -= 1
-            with self._changed:
-                self._num_pauses -= 1
-                self._changed.notify_all()
+        return self.thread.pause()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -240,8 +194,9 @@ class PagedBatchingManager:
         salt = salt_digest(cache_salt)
         copies = num_copies(options.pop("num_return_sequences", config.num_return_sequences))
         prompt = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
-        with self._changed:
-            if self._stop != RUN or self.background_thread_status.fatal_error is not None:
+        self.thread.check_process()
+        with self.thread.changed:
+            if self.thread.was_stopped:
                 logger.warning("hf_paged: the continuous batching manager is stopped; a request is dropped")
                 return None
             if request_id is None:
@@ -259,12 +214,13 @@ class PagedBatchingManager:
                 sampled = options.get("do_sample", config.do_sample)
                 one.seed = self._next_seed(sampled) if own.seed is None else own.seed
             self.board.add(requests, self.continuous_batching_config.max_queue_size)
+            self.thread.submit(self._calls.take_changes)
         return request_id
 
     def add_requests(self, inputs: list[Any], max_new_tokens: int | None = None, streaming: bool = False,
                      record_timestamps: bool = False, **options: Any) -> list[str]:
         """`add_request` for each of `inputs`; the ids in their order, also of requests that were dropped."""
-        with self._changed:
+        with self.thread.changed:
             first = self._num_requests
             self._num_requests += len(inputs)
         ids = [f"req_{first + i}" for i in range(len(inputs))]
@@ -275,15 +231,17 @@ class PagedBatchingManager:
     def cancel_request(self, request_id: str) -> None:
         """End a request and its children without an output; an id that is not open is left alone."""
         self.board.cancel(request_id)
+        self.thread.submit(self._calls.take_changes)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The oldest output that was not fetched (of `request_id`); None after `timeout` seconds, where the thread
         does not run, where the request gets cancelled, or, without a timeout, where no such request is open."""
+        self.thread.check_process()
         may_wait_for_it = timeout is not None and request_id not in self.board.open
 
         def may_come() -> bool:
             known = request_id is None or may_wait_for_it or request_id in self.board.open
-            return self.is_running() and not self._is_over and known
+            return self.is_running() and not self.thread.is_over and known
 
         return self.board.outputs.take(request_id, timeout, may_come)
 
@@ -310,49 +268,18 @@ class PagedBatchingManager:
         """Call `callback` on the running event loop with each output of the request, until it is finished."""
         self.board.outputs.register(request_id, callback)
 
-    # -- called by the thread -----------------------------------------------------------------------------------------
-
-    def wait_for_work(self, settle: Callable[[], None]) -> bool:
-        """Until there is something to do; False where the thread shall end. Holds it while paused, after `settle`."""
-        with self._changed:
-            while True:
-                if self._num_pauses:
-                    settle()
-                    self._is_paused = True
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: not self._num_pauses)
-                    self._is_paused = False
-                if self._stop == HARD_STOP:
-                    return False
-                if self.board.has_work():
-                    return True
-                if self._stop == FLUSH:
-                    return False
-                self._changed.wait()
-
-    def end(self, error: BaseException | None) -> None:
-        """The thread is over: fail what is left and wake all waiting threads."""
-        with self._changed:
-            self._stop, self._is_over = max(self._stop, FLUSH), True
-            self.background_thread_status.fatal_error = error  # first: callers with a failed output look here
-            message = f"generation stopped before this request was done{f': {error!r}' if error is not None else ''}"
-            self.board.fail_all(message)
-            self._let_model_go()
-            self._changed.notify_all()
-
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def after_fork_in_child(self) -> None:
-        """The thread is the parent's: here every open request fails, and `start` makes another one."""
-        self.board.renew()
-        self._changed = self.board.changed
-        self._num_pauses, self._is_paused = getattr(self._my_pauses, "count", 0), False
-        if self._generation_thread not in (None, threading.current_thread()) and not self._is_over:
-            self.end(RuntimeError("the process forked, and the thread that generates is the parent's"))
+    def _end(self, error: BaseException | None) -> None:
+        """The thread is over: fail what is left."""
+        if not self.thread.is_running():  # it is another process', as are the event loops of the handlers
+            self.board.outputs.forget_handlers()
+        self.board.fail_all(f"generation stopped before this request was done{f': {error!r}' if error else ''}")
+        self._let_model_go()
 
     def _let_model_go(self) -> None:
         """A kept manager whose thread is over does not keep its model alive."""
-        if self._is_over and self._model is not None and KEPT.get(self._model) is self:
+        if self.thread.is_over and self._model is not None and KEPT.get(self._model) is self:
             self._model = None
 
     def _next_seed(self, is_sampled: Any) -> int:
@@ -368,16 +295,3 @@ class PagedBatchingManager:
 def requests_with(own: Own) -> AbstractContextManager[None]:
     """Requests that are added in here have this of their own."""
     return within(_OWN, own)
-
-
-def runs_on(engine: Engine) -> bool:
-    """Whether the thread of some manager uses `engine`."""
-    return any(m.is_running() and engine_of(m.model) is engine for m in list(_RUNNING))
-
-
-@atexit.register
-def _end_threads() -> None:
-    """A daemon thread inside torch while the interpreter goes down would bring the process down with an error."""
-    for manager in list(_RUNNING):
-        if manager.is_running():
-            manager.stop(hard_stop=True, timeout=5.0)

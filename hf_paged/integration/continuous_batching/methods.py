@@ -19,12 +19,13 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_paged.config import PagedConfig
+from hf_paged.engine.driver import runs_on
 from hf_paged.engine.engine import FROM_INSIDE, IN_UPDATE, Engine
 from hf_paged.errors import Reason
 from hf_paged.integration import fallback, paths, ranks
-from hf_paged.integration.continuous_batching.manager import KEPT, PagedBatchingManager, runs_on
+from hf_paged.integration.continuous_batching.batched_calls import BROKE
+from hf_paged.integration.continuous_batching.manager import KEPT, PagedBatchingManager
 from hf_paged.integration.continuous_batching.requests import batching_config, paged_config, stock_reason
-from hf_paged.integration.continuous_batching.worker import BROKE
 from hf_paged.integration.engines import engine_of, renew_engine
 from hf_paged.options.arguments import num_copies
 from hf_paged.options.notices import level_of_caller

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -21,9 +21,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
 
-from hf_paged import at_fork
 from hf_paged.device.cuda import num_cores
 from hf_paged.kernels.build.compile_process import compile_elsewhere
+from hf_paged.process_lock import once_a_process
 
 try:
     from triton.runtime import driver
@@ -329,19 +329,13 @@ def in_background(prepare: Callable[[], object]) -> Future[object]:
     return future
 
 
-@lru_cache(maxsize=1)
+@once_a_process
 def prepare_triton() -> Future[object]:
     """What Triton does once in a process before the first kernel, in a thread: it hashes its own files (0.4 s).
 
     Threads that come to it at the same time would all do it.
     """
     return in_background(_hash_triton)
-
-
-@at_fork.in_child
-def _begin_anew() -> None:
-    """The thread is the parent's."""
-    prepare_triton.cache_clear()
 
 
 def _hash_triton() -> None:

@@ -500,7 +500,7 @@ def test_death_of_the_thread_is_told_to_everybody(model, monkeypatch):
             assert manager.get_result() is None  # without a timeout: it must not wait for ever
             assert "roof" in str(manager.background_thread_status.fatal_error)
             assert manager.add_request(PROMPTS[0]) is None
-            manager._generation_thread.join(20)
+            manager.thread.join(20)
             assert not manager.is_running()
         manager.start()
         assert manager.background_thread_status.fatal_error is None
