@@ -154,6 +154,7 @@ WHOLE = ["generic", "lockstep", "generic_lockstep", "generate_batch", "running_m
          "streamer_in_lockstep", "idle"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fused", *(pytest.param(case, marks=pytest.mark.slow) for case in WHOLE)])
 def test_a_child_of_a_process_that_generates_gives_stocks_tokens(case):
     _run(case)

@@ -24,6 +24,7 @@ def test_the_committed_picture_has_every_figure():
     assert [text for text in shown if f">{text}<" not in picture] == []
 
 
+@pytest.mark.slow
 def test_the_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     comparison_plot.plot(REPORT, tmp_path / "made.svg")
