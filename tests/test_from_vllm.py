@@ -120,6 +120,7 @@ def test_n_and_best_of(script, made):
         assert [one.token_ids for one in made[2 * prompt : 2 * prompt + 2]] == [one.token_ids for one in ranked[:2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p",
                                   "top_k", "min_p", "sequence_bias", "seed"])
 def test_what_changes_the_draws(script, made, name):

@@ -420,6 +420,7 @@ async def _scenario(generator, expected, seed, num_tasks):
     assert not failed, failed
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @example(seed=0, loops=3, num_blocks=10, overlap=True)
 @given(seed=st.integers(0, 2**16), loops=st.integers(1, 3), num_blocks=st.sampled_from([10, 64]), overlap=st.booleans())

@@ -68,6 +68,7 @@ def outcome(call: Any) -> tuple[str, Any]:
         return "raised", type(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS)
 def test_generate_is_stocks_and_harms_nobody(model, stock, innocent, eos, field):
     """Stock's tokens or stock's exception; calls of another thread beside them never notice."""
@@ -133,6 +134,7 @@ def test_a_manager_lives_on(model, innocent, eos, streaming):
         manager.stop(hard_stop=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_generator_and_generate_batch_name_what_they_refuse(model, innocent, eos, part):
     """A call that is refused runs nothing; one that is not gives the innocent prompt its tokens."""

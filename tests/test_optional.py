@@ -122,6 +122,7 @@ def test_the_error_names_the_module_and_the_cause(monkeypatch):
         require("ray", "Ray")
 
 
+@pytest.mark.slow
 def test_every_optional_package_is_imported_behind_a_check():
     """A module that is neither Python's nor a dependency's has to be asked for by `require`."""
     wrong = [f"{path}:{node.lineno} {name}" for path in sorted((ROOT / "hf_paged").rglob("*.py"))

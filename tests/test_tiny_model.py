@@ -90,6 +90,7 @@ def test_examples_are_held_out() -> None:
     assert first[1] in first[0][0]["content"].splitlines()
 
 
+@pytest.mark.slow
 def test_answers_held_out_lookups(models: list[Any], tokenizer: Any, lookups: list[Any]) -> None:
     lengths = [len(tokenizer.apply_chat_template(messages, return_dict=False)) for messages, _ in lookups]
     assert min(lengths) > 400

@@ -146,6 +146,7 @@ def test_bad_arguments():
         paged_attention(q.double(), k.double(), v.double(), meta, case.options, backend="triton")
 
 
+@pytest.mark.slow
 def test_kernels_import_and_run_without_triton():
     code = (
         f"import sys; sys.modules['triton'] = None; sys.path.append({str(Path(__file__).parents[1])!r})\n"

@@ -32,6 +32,7 @@ def test_rows_without_vllm_a_switch_off_or_autocast_have_no_bar():
     assert comparison_plot.bars([{"rows": [row]}]) == {}
 
 
+@pytest.mark.slow
 def test_the_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     assert comparison_plot.plot(REPORTS, tmp_path / "made.svg")

@@ -159,6 +159,7 @@ def test_equal_prompts_of_one_step_share_by_adapter(wrapped):
     assert len({str(done[key].token_ids) for key in keys}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["scale", "weights", "deleted and added"])
 def test_an_adapter_that_is_another_under_its_name_hits_nothing_old(wrapped, change):
     engine = hf_paged.get_engine(wrapped)
@@ -442,6 +443,7 @@ class AdaptersPromptsAndCache(RuleBasedStateMachine):
             assert_idle(self.wrapped.get_base_model())
 
 
+@pytest.mark.slow
 def test_anything_in_any_order():
     run_state_machine_as_test(AdaptersPromptsAndCache, settings=settings(max_examples=12, stateful_step_count=14,
                                                                          deadline=None))

@@ -181,6 +181,7 @@ def test_a_process_that_ends_takes_what_compiles_with_it():
     assert deep(320, "c") not in [key.structured for key in grammars._refused]  # another try may go well
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_program_that_ends_leaves_no_process_behind():
     """Nor one that keeps its standard output open, whose reader would wait for ever."""

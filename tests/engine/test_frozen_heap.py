@@ -127,6 +127,7 @@ def test_the_heap_is_looked_at_once_the_device_has_work(monkeypatch):
             assert seen == [("launch", False), ("commit", True), *[("launch", True), ("commit", True)] * 3]
 
 
+@pytest.mark.slow
 def test_garbage_of_before_is_collected_afterwards_and_garbage_of_during_at_once(model):
     before = Thing()
     old, seen = weakref.ref(before), []
@@ -220,6 +221,7 @@ def test_objects_that_others_froze_are_counted_once_between_full_collections(hea
         gc.collect()
 
 
+@pytest.mark.slow
 def test_a_caller_may_unfreeze_in_between(model):
     assert any(one_row(model, gc.unfreeze))
     gc.collect()
@@ -266,6 +268,7 @@ def test_a_call_that_dies_leaves_nothing_frozen(model, monkeypatch, error, place
     assert any(one_row(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["abort", "shutdown", "disable", "close", "dropped", "not added"])
 def test_requests_that_are_ended_from_outside_leave_nothing_frozen(model, monkeypatch, end):
     engine = hf_paged.get_engine(model)
@@ -330,6 +333,7 @@ def test_an_interrupt_behind_the_freezing_leaves_nothing_frozen(heap, monkeypatc
     heap.let_go(1)
 
 
+@pytest.mark.slow
 def test_engines_in_threads_leave_nothing_frozen():
     def run():
         hold = HeapHold()
@@ -347,6 +351,7 @@ def test_engines_in_threads_leave_nothing_frozen():
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_the_child_of_a_fork_takes_back_and_freezes_for_itself(model):

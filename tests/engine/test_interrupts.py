@@ -305,6 +305,7 @@ def test_a_streamer_is_called_while_tokens_are_made_and_not_at_the_end(model):
     assert all(count <= i + 2 for i, count in enumerate(made)), made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_threads_at_once_on_one_model(model, pool, overlap):
@@ -396,6 +397,7 @@ def test_disable_while_a_stream_is_open_ends_it(model):
     assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["native", "lockstep", "beams"])
 @pytest.mark.parametrize("part", ["all over", "end"])
 def test_a_call_that_is_interrupted_in_any_function_leaves_nothing_behind(model, kind, part):

@@ -147,6 +147,7 @@ def with_text():
         yield generator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", table.names(table.NATIVE))
 def test_both_kinds_are_stocks_logits_and_scores_under_every_native_option(stock, with_text, name):
     options = ({} if name == "max_length" else {"max_new_tokens": 14}) | CASES[name]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from pairs import slow_but
 from support import random_prompts, tiny_model
 from transformers import GenerationConfig
 
@@ -93,9 +94,9 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("options", REQUESTS.values(), ids=list(REQUESTS))
-def test_decode_steps_and_chunks_cost_as_much_behind_128k_tokens_as_behind_one(monkeypatch, memory, options):
-    _generator, engine = long_engine(monkeypatch)
+@pytest.mark.parametrize("name", slow_but(REQUESTS, "greedy"))
+def test_decode_steps_and_chunks_cost_as_much_behind_128k_tokens_as_behind_one(monkeypatch, memory, name):
+    (_generator, engine), options = long_engine(monkeypatch), REQUESTS[name]
     short, long = random_prompts([SHORT, LONG])
     steps_of(engine, short[:40], options)  # what is made once
     # The first step takes the request in, and the last one gives its blocks back.

@@ -150,6 +150,7 @@ def test_penalties_are_those_of_the_definition(generator, presence, frequency, r
 STOCK = tiny_model()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_penalties_count_through_preemption_and_continuation(overlap):
     keywords = {**SAMPLED, "max_new_tokens": 24, "frequency_penalty": 1.5, "presence_penalty": 0.5, "logprobs": True}

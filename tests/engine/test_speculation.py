@@ -205,6 +205,7 @@ def test_guesses_right_and_wrong_change_no_token(guessing, name, overlap):
         assert after.num_generated_tokens - before.num_generated_tokens == sum(len(one.token_ids) for one in made)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=25)
 @given(seed=st.integers(0, 9), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
        num_blocks=st.sampled_from([8, 12, 60]), max_num_seqs=st.sampled_from([1, 2, 8]),
@@ -235,6 +236,7 @@ def test_greedy_tokens_are_stocks_in_any_pool(seed, lengths, num_blocks, max_num
             assert stats.num_free_blocks == stats.num_blocks - 1
 
 
+@pytest.mark.slow
 def test_sampled_tokens_have_the_distribution_of_the_model(guessing):
     """Chi-square of the first three tokens of 4,000 requests, one of whose guesses is likely and one is not."""
     model, prompt, count = tiny_model(vocab_size=12, initializer_range=0.5), [3, 1, 4, 1, 5], 4000

@@ -102,6 +102,7 @@ def test_stocks_tokens_under_xgrammars_processor(generator, options):
     assert sum(one.finish_reason == "eos" for one in made) >= 2
 
 
+@pytest.mark.slow
 def test_sampled_rows_follow_their_grammars_and_rows_without_one_are_as_alone(generator):
     forms = [*FORMS, None, None]
     prompts = (PROMPTS * 2)[: len(forms)]

@@ -242,6 +242,7 @@ def test_a_change_that_a_new_prompt_reveals(mode):
 # -- what is cached ------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),

@@ -98,6 +98,7 @@ def test_kinds_of_lora(kind):
     assert_native_tokens(wrapped, expected, INPUTS, **OPTIONS, adapter_names=names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_over_bfloat16_weights(dtype):
     """Logits are as near to those of float32 as stock's are."""

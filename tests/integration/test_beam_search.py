@@ -43,6 +43,7 @@ def test_beams_with_eos(model, num_beams, early_stopping, length_penalty):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     num_beams=st.integers(2, 5),

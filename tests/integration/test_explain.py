@@ -67,6 +67,7 @@ def assert_true(model, **kwargs):
     return explained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_option(name):
     if name == "assistant_early_exit" and transformers.__version__.startswith("5.17."):

@@ -108,6 +108,7 @@ def test_a_rule_that_would_match_the_padding_is_not_carried_out_blindly():
     assert_same_tensor(model.generate(**inputs, **kwargs), expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_combination_of_options(data):
@@ -151,6 +152,7 @@ def test_any_combination_of_options(data):
 # -- sampling ------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [{"typical_p": 0.3}, {"epsilon_cutoff": 0.02}, {"eta_cutoff": 0.3},
                                     {"repetition_penalty": 4.0}, {"bad_words_ids": [[3], [4]]}])
 def test_samples_follow_stocks_distribution(option):

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 
 import pytest
 import torch
+from pairs import slow_but
 from support import Interrupt, assert_idle, assert_same_tensor, batch, interrupted, stock_copy, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
@@ -232,7 +233,7 @@ def random_mix(model, seed: int) -> None:
     invariants.check(hf_paged.get_engine(model)._core.scheduler)
 
 
-@pytest.mark.parametrize("first", range(0, 24, 8))
+@pytest.mark.parametrize("first", slow_but(range(0, 24, 8), 0))
 def test_random_mixes(model, first):
     for seed in range(first, first + 8):
         random_mix(model, seed)

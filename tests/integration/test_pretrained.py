@@ -107,6 +107,7 @@ def test_several_ranks_refuse_what_they_cannot_carry_out(path, arguments):
         PagedGenerator.from_pretrained(path / "inside", tensor_parallel_size=2, device="cpu", **arguments)
 
 
+@pytest.mark.slow
 def test_several_ranks_find_files_where_they_are_said_to_be(path):
     with PagedGenerator.from_pretrained(path, tensor_parallel_size=2, device_map="cpu", subfolder="inside",
                                         use_safetensors=True, num_blocks=20) as generator:

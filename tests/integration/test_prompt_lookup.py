@@ -36,6 +36,7 @@ def model():
     return hf_paged.enable(tiny_model(), strict=True)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=20)
 @given(seed=st.integers(0, 5), prompt=st.lists(st.integers(1, 6), min_size=1, max_size=30),
        num_tokens=st.integers(1, 12), eos=st.sampled_from([None, [7, 30, 55, 90, 120, 160, 200, 230]]),

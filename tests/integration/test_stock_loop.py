@@ -153,6 +153,7 @@ COMBINED = [
 LENGTHS = {"one row": [17], "full blocks": [32, 16, 32, 48], "eight rows": [1, 20, 13, 20, 16, 5, 31, 9]}
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     names=st.lists(st.sampled_from(COMBINED), min_size=1, max_size=4, unique=True),

@@ -33,6 +33,7 @@ def test_greedy_ragged_rows_and_prefix_hits(variant):
     assert hf_paged.get_engine(model).stats().prefix_cache_hits - before == 16 + 32 + 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_chunked_prefill_in_a_pool_that_preempts(variant):
     model = enabled(variant, num_blocks=10, max_num_batched_tokens=19, max_num_seqs=6)

@@ -158,7 +158,6 @@ def test_bases_are_merged_and_state_stays(way, monkeypatch):
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(("base", "adapters"), [
     (torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
     (torch.float32, torch.bfloat16),

@@ -79,6 +79,7 @@ def has_met(group: ParallelGroup) -> bool:
     return group._hosts is not None
 
 
+@pytest.mark.slow
 def test_a_worker_needs_no_transformers_to_meet_the_others():
     """They take seconds, which would be the meeting's."""
     code = "import sys, hf_paged.engine.follower; print(*{'transformers', 'accelerate'} & {*sys.modules})"

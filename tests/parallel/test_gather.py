@@ -8,6 +8,7 @@ from ranks import run_ranks
 LARGER = {3 * 3 * 3 * 4, 3 * 6 * 3 * 2, 3 * 3 * 4 * 4, 3 * 3 * 2 * 8}  # bytes of single tensors with their padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "bucket_bytes"), [pytest.param(2, 1 << 20, marks=pytest.mark.slow), (3, 64)])
 def test_wholes_are_the_parts_side_by_side(size: int, bucket_bytes: int) -> None:
     """Cast as `to` does, again into the same memory after the parts changed."""

@@ -57,7 +57,6 @@ def by_expert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("experts_apart", [False, True])
 @pytest.mark.parametrize(("variant", "overrides"), CASES)
 def test_every_part_is_what_loading_makes_of_it(variant: str, overrides: dict, experts_apart: bool,

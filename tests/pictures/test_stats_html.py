@@ -99,6 +99,7 @@ def test_every_color_stands_out_on_light_and_dark_pages():
         "inherit!important", "transparent!important", "rgba(128,128,128,.25)", "0"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_a_browser_shows_the_bars(tmp_path, page):
     pyplot = pytest.importorskip("matplotlib.pyplot")

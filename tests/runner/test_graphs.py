@@ -980,6 +980,7 @@ def test_a_graph_that_an_error_in_the_end_of_its_capture_left_is_destroyed(graph
     assert log == ["begin", "end", "destroy"]
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 70), st.integers(1, 8)), min_size=1, max_size=8), st.integers(1, 4),
        st.sampled_from([1, 16, 32, 1024]))
@@ -1147,6 +1148,7 @@ def test_steps_in_which_rows_name_adapters_have_graphs_of_their_own(steps, monke
     assert {shape for shape in kept[2] - kept[1] if shape.kind == "decode"} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_rows_of_stocks_loop_beside_rows_whose_tokens_wait_for_masks(steps, monkeypatch, num_beams):
     """Their steps come between the forward of such rows and the drawing of its tokens, and replay graphs as well."""

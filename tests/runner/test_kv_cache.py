@@ -264,6 +264,7 @@ def test_a_fixed_pool_that_finds_no_room_says_so_and_can_be_tried_again(driver, 
     hf_paged.disable(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["finish", "unmap", "release", "create", "map", "allow"])
 def test_a_driver_that_refuses_once_costs_graphs_and_no_tokens(driver, steps, name):
     model = hf_paged.enable(tiny_model(), strict=True)
@@ -337,6 +338,7 @@ def test_copies_of_weights_go_and_come_back_to_the_same_graphs(driver, steps):
     hf_paged.disable(model)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.lists(st.one_of(
     st.tuples(st.just("call"), st.integers(1, 150), st.integers(1, 12)),

@@ -235,6 +235,7 @@ DISTURBED = {"interrupt": (interrupt, {}), "launch": (fail_to_launch, {}), "upda
              "update, keep": (update, {"on_weight_change": "keep"}), "tiny pool": (interrupt, {"num_blocks": 30})}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", DISTURBED)
 def test_what_is_computed_again_comes_to_the_same(model, monkeypatch, what):
     uncaptured(monkeypatch)

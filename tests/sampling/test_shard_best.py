@@ -54,6 +54,7 @@ def whole(logits, settings):
     return sample_reference(logits, settings.reference_rows())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "settle", "device"), RUNS)
 @pytest.mark.parametrize(("dtype", "width"), zip(FLOATS, (1024, 2048, 3072), strict=True))
 def test_ranks_agree_on_the_token_of_the_whole_row(run, settle, device, dtype, width):
@@ -77,6 +78,7 @@ def test_of_equal_scores_the_lowest_token_wins_on_whatever_rank(run, settle, dev
     assert tokens.tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "settle", "device"), RUNS)
 @pytest.mark.parametrize("column", [5, 4999])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -39,7 +39,6 @@ def test_an_answer_ends_before_its_stop_text(server, path, stream):
     assert text_of(ask(server, stream, path, stop=[])) == (plain, "length")
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_choices_are_requests_of_one_prompt(server, path, stream):

@@ -18,7 +18,8 @@ pytest.importorskip("fastapi")
 MESSAGES = [{"role": "user", "content": "count from 3 to 7"}]
 
 
-@pytest.mark.parametrize("batching", ["--continuous-batching", "--no-continuous-batching"])
+@pytest.mark.parametrize("batching", ["--continuous-batching",
+                                      pytest.param("--no-continuous-batching", marks=pytest.mark.slow)])
 def test_open_answers_end_with_a_reason_and_the_process_with_0(trained_path, tmp_path, batching):
     server = ServerProcess(trained_path, batching, log=tmp_path / "log")
     try:

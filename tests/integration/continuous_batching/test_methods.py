@@ -117,6 +117,7 @@ def test_same_outputs_as_transformers_own_continuous_batching(model):
             assert getattr(ours[key], name) == getattr(stock[key], name), (key, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     {"do_sample": False}, {"do_sample": False, "eos_token_id": 3}, {"do_sample": True, "temperature": 0.7, "top_k": 1},
     {"do_sample": True, "temperature": 1e-3},
@@ -709,6 +710,7 @@ def test_hooked_model_fails_the_requests_that_come_after(model):
 SMALL = {"num_blocks": 40, "max_batch_tokens": 64, "use_cuda_graph": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "batching", "reason"),
     [

@@ -76,6 +76,7 @@ def test_decode_random(seed):
     assert worst_error(out, expected(case)) < TOLERANCE[dtype]
 
 
+@pytest.mark.each_value
 @pytest.mark.interpreted
 @pytest.mark.parametrize("splits", [1, 2, 3, 64])
 @pytest.mark.parametrize("window", [None, 64, 65])

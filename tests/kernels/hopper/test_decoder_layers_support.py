@@ -149,6 +149,7 @@ print([name for name in sys.modules if name.startswith("triton.experimental") or
 """
 
 
+@pytest.mark.slow
 def test_a_cpu_imports_no_gluon():
     done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{CPU_CALL}"],
                           capture_output=True, text=True, timeout=200)

@@ -70,7 +70,6 @@ def test_sum_and_norm(run, device, dtype, width, scale):
     assert_normed(normed, summed, weight)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "lower", "kinds", "width"), every_pair(
     lower_runs(add_rms_norm_reference, add_rms_norm_triton, add_rms_norm),
     ["lower full full lower", "lower lower full lower", "full lower full lower", "lower full lower lower",

@@ -16,7 +16,6 @@ from hf_paged.kernels.layer.qk_norm_rope_store import (
 )
 
 pytestmark = [
-    pytest.mark.each_value,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities
     pytest.mark.usefixtures("guarded_outputs"),
 ]
@@ -106,6 +105,7 @@ class Case:
         assert matches[1].all()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype", "head_dim", "shape"), every_pair(
     RUNS, [32, 64, 80, 96, 128, 256], [(4, 2), (3, 1), (16, 8), (20, 20)]))
 def test_norm_rotation_and_slots(run, device, dtype, head_dim, shape):
@@ -113,6 +113,7 @@ def test_norm_rotation_and_slots(run, device, dtype, head_dim, shape):
     Case(head_dim + heads, device, dtype, head_dim, heads, kv_heads).check(run)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype", "head_dim", "kinds"), every_pair(
     lower_runs(*FUNCTIONS),
     [64, 80, 128], ["full full", "full lower", "lower full"]))
@@ -151,6 +152,7 @@ def test_a_product_in_parts_is_added_up_in_order_and_rounded_once(run, device, d
         assert_equal(one, other)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype"), runs(*FUNCTIONS[:3]))
 def test_many_tokens_in_parts(run, device, dtype, monkeypatch):
     monkeypatch.setattr(module, "_MANY_TOKENS", 5)
@@ -161,6 +163,7 @@ def test_many_tokens_in_parts(run, device, dtype, monkeypatch):
         assert_equal(one, other)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 def test_many_tokens(run, device, dtype):
     Case(8, device, dtype, 32, 5, 2, tokens=515, block_size=176).check(run)
@@ -178,6 +181,7 @@ def test_only_many_tokens_take_the_kernel_for_many(monkeypatch):
     assert len(found) == 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_no_token_has_a_slot(run, device, dtype, block_size):
@@ -186,6 +190,7 @@ def test_no_token_has_a_slot(run, device, dtype, block_size):
     case.check(run)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 def test_no_tokens(run, device, dtype):
     case = Case(3, device, dtype, 64, 4, 2)
@@ -193,6 +198,7 @@ def test_no_tokens(run, device, dtype):
     assert case.run(run)[0].shape == (0, 4, 64)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype", "head_dim", "edge"), every_pair(
     RUNS, [80, 128], ["zero", "inf", "-inf", "nan", "max", "tiny"]))
 def test_heads_at_the_edges(run, device, dtype, head_dim, edge):
@@ -248,12 +254,14 @@ def check_rotation(run, device, dtype, seed, tokens):
         assert_equal(actual[normal], expected[normal])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 @pytest.mark.parametrize("seed", range(3))
 def test_rotation_is_stocks_on_all_values(run, device, dtype, seed):
     check_rotation(run, device, dtype, seed, tokens=4000 if device == "cuda" else 24)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("run", "device", "dtype"), RUNS)
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(32, 4, 2), (80, 3, 1), (96, 16, 8), (256, 2, 2)])
 @pytest.mark.parametrize("full_tables", [False, True])
