@@ -138,6 +138,8 @@ class FeatureSet:
 
     def ends(self, step: CommittedStep) -> list[int]:
         """Rows whose token is the last of their request."""
+        if not self.having["ends"]:
+            return []
         plan, tokens = step.plan, step.tokens
         sampled = (plan.samples if plan.drafts is None else plan.samples & confirmed(plan, tokens)) & (tokens >= 0)
         return [row for feature in self.having["ends"] for row in feature.ends(step, sampled)]
