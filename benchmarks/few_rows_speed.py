@@ -77,9 +77,9 @@ def measured(generator: PagedGenerator, prompts: list[list[int]], new: int) -> t
     call(FIRST)
     executor = generator.engine._core.pool.runner.executor
     deadline = time.monotonic() + PATIENCE_S
-    while executor.may_run_at_once(len(prompts), np.array([len(prompt) for prompt in prompts])):
+    while executor.may_use_one_launch(len(prompts), np.array([len(prompt) for prompt in prompts])):
         call(FIRST)  # a kernel that has come is taken once no request runs
-        if executor.runs_at_once(len(prompts)) or time.monotonic() > deadline:
+        if executor.uses_one_launch(len(prompts)) or time.monotonic() > deadline:
             break
         time.sleep(0.1)
     short, long = [], []
@@ -87,7 +87,7 @@ def measured(generator: PagedGenerator, prompts: list[list[int]], new: int) -> t
         short.append(call(FIRST)[0])
         seconds, tokens = call(FIRST + new)
         long.append(seconds)
-    return executor.runs_at_once(len(prompts)), (min(long) - min(short)) / new, tokens
+    return executor.uses_one_launch(len(prompts)), (min(long) - min(short)) / new, tokens
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from workloads import Workload, generation_configs, qwen3, uniform
 
 import hf_paged
 from hf_paged.device import virtual_memory
-from hf_paged.device.cuda_driver import Driver, find_driver
+from hf_paged.device.cuda_driver import VirtualMemoryDriver, find_driver
 from hf_paged.runner.kv_cache import KVCache
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -51,7 +51,7 @@ def main() -> None:
         args.out.write_text(json.dumps(found, indent=1))
 
 
-def driver() -> Driver:
+def driver() -> VirtualMemoryDriver:
     found = find_driver(DEVICE)
     if found is None:
         raise SystemExit("no virtual memory management on this device")
@@ -111,7 +111,7 @@ def rates(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "torch_empty_ms": first, "torch_empty_cache_ms": again}
 
 
-def rate(driver: Driver, piece: int, count: int, threads: int) -> dict[str, float]:
+def rate(driver: VirtualMemoryDriver, piece: int, count: int, threads: int) -> dict[str, float]:
     """Milliseconds of each of the driver's calls for `count` pieces."""
     address = driver.reserve(piece * count)
     places = [address + i * piece for i in range(count)]

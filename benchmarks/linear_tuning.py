@@ -29,10 +29,9 @@ from hf_paged.kernels._triton import pdl_supported
 from hf_paged.kernels.attention.decode import config_of, paged_attention_decode
 from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 from hf_paged.kernels.layer._gemv import GemvConfig
-from hf_paged.kernels.layer._linear_dot import MAX_ROWS, DotConfig
+from hf_paged.kernels.layer._splitk_linear import MAX_ROWS, DotConfig
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
 from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
-from hf_paged.kernels.layer.join_add_rms_norm import join_add_rms_norm
 from hf_paged.kernels.layer.linear import (
     fastest_config,
     linear,
@@ -43,6 +42,7 @@ from hf_paged.kernels.layer.linear import (
 )
 from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store
 from hf_paged.kernels.layer.silu_mul import silu_mul
+from hf_paged.kernels.layer.sum_splits_add_rms_norm import sum_splits_add_rms_norm
 
 # hidden, q heads, KV heads, inner, layers; heads of 128 in all of them. 32B/2: what a rank of two has, but the head.
 MODELS = {
@@ -169,7 +169,7 @@ def _add_norm(delta: torch.Tensor, residual: torch.Tensor | None,
               weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if delta.dim() == 3:
         assert residual is not None
-        return join_add_rms_norm(delta, residual, weight, EPS)
+        return sum_splits_add_rms_norm(delta, residual, weight, EPS)
     return add_rms_norm(delta, residual, weight, EPS)
 
 

@@ -108,7 +108,7 @@ def measured(model: Qwen3ForCausalLM, tokens: torch.Tensor, autocast: torch.dtyp
     executor.autocast = autocast
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        at_once = executor.runs_at_once(len(tokens))
+        at_once = executor.uses_one_launch(len(tokens))
         found = paged(executor, tokens, group_prefixes)
         if at_once or not one_launch:
             executor.release()

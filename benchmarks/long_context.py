@@ -32,7 +32,7 @@ from workloads import QWEN3_SHAPES, YARN, qwen3
 from hf_paged import PagedGenerator
 from hf_paged.engine.observer import Committed, Launched, Observer
 from hf_paged.runner import device_times
-from hf_paged.runner.device_times import Piece
+from hf_paged.runner.device_times import TimedSection
 from hf_paged.scheduler import StepPlan
 
 
@@ -43,7 +43,7 @@ class Step(NamedTuple):
     new: int
     began: float
     done: float
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TimedSection, ...]
     in_use: int  # bytes of the device, of a step with prompt tokens
 
     @property

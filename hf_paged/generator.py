@@ -30,7 +30,7 @@ from hf_paged.integration.enable import disable, enable_with_engine, get_engine,
 from hf_paged.integration.pretrained import check_checkpoint, load_whole, split_arguments
 from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
 from hf_paged.integration.progress import Progress
-from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, one_per_prompt, wanted
+from hf_paged.integration.requests import Call, PlannedCompletion, RequestMaker, numbered, one_per_prompt, wanted
 from hf_paged.observe.registry import metrics_of
 from hf_paged.options.arguments import base_seed, merge_config, salt_digest
 from hf_paged.options.keywords import CallKeywords, GenerateKeywords, StreamKeywords, with_keywords
@@ -333,7 +333,7 @@ class PagedGenerator:
     def _base_seed(self, seed: int | None) -> int:
         return base_seed(seed, self.engine.config.seed)
 
-    def _complete(self, call: Call, asked: list[Asked], progress: Progress) -> list[Completion] | None:
+    def _complete(self, call: Call, asked: list[PlannedCompletion], progress: Progress) -> list[Completion] | None:
         """What `generate` returns of requests that are made."""
         ended: dict[int, StepOutput] = {}
         with paths.counting(self.engine) as counted, self.engine.session() as session:
@@ -347,7 +347,8 @@ class PagedGenerator:
                 raise EngineClosedError("the engine was closed by another thread during the call")
             return counted.completions(best_outputs(asked, [ended[i] for i in range(len(asked))]))
 
-    def _drive(self, session: Session, call: Call, asked: list[Asked]) -> Iterator[list[tuple[int, StepOutput]]]:
+    def _drive(self, session: Session, call: Call,
+               asked: list[PlannedCompletion]) -> Iterator[list[tuple[int, StepOutput]]]:
         """Run requests to their ends: each step's outputs, with the numbers of their completions. Outputs of prompts
         that cannot run come before the first step, as soon as the others are added."""
         index, refused = numbered(call, asked, self.engine.add_all(session, wanted(asked)))

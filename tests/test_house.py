@@ -21,13 +21,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MOST_LINES, MOST_FILES = 47_600, 335
 # A file of more lines is several ideas. Those that are: what they may have at most.
 MOST_LINES_OF_A_FILE = 700
-LONG_FILES = {"engine/engine.py": 1_269}
+LONG_FILES = {"engine/engine.py": 1_240}
 MOST_FILES_IN_A_FOLDER = 15
-FULL_FOLDERS = {"engine": 32, "guards": 16, "integration": 32, "kernels/attention": 19, "models": 26, "parallel": 16,
-                "runner": 17}
+FULL_FOLDERS = {"engine": 31, "guards": 16, "integration": 32, "models": 26, "options": 16, "parallel": 16, "runner": 16}
 # Words that name no thing of the code (who does it, to whom is it told?), in docstrings and comments.
 VAGUE = ("nobody", "somebody", "whoever", "told", "asked")
-MOST_VAGUE = {"nobody": 64, "somebody": 18, "whoever": 21, "told": 50, "asked": 175}
+MOST_VAGUE = {"nobody": 27, "somebody": 5, "whoever": 8, "told": 22, "asked": 40}
 
 
 def lines(path: Path) -> int:

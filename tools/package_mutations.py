@@ -34,12 +34,12 @@ FALLBACK_TESTS = "integration/test_generate_fallbacks.py"
 LOCKSTEP_TESTS = "integration/test_stock_loop.py"
 BATCH, BATCH_TESTS, LOOP = "engine/lockstep.py", "engine/test_lockstep.py", "engine/loop.py"
 STATE, PREPARED = "engine/engine_state.py", "engine/prepared_model.py"
-FACTS, FACTS_TESTS = "guards/facts.py", "guards/test_facts.py"
+FACTS, FACTS_TESTS = "guards/snapshot.py", "guards/test_snapshot.py"
 GRAPHS_TESTS, PADDED = "runner/test_graphs.py", "runner/padded_steps.py"
 VIRTUAL, VIRTUAL_TESTS = "device/virtual_memory.py", "device/test_virtual_memory.py"
 POOL_TESTS = "runner/test_kv_cache.py"
-PATCHED_TESTS = "guards/test_own_code.py"
-OWN_CODE, AT_HOME = (f"guards/{name}.py" for name in ("own_code", "at_home"))
+PATCHED_TESTS = "guards/test_original_code.py"
+OWN_CODE, AT_HOME = (f"guards/{name}.py" for name in ("original_code", "origin"))
 INNER_TESTS, TOKENWISE_TESTS = "guards/test_inner_tensors.py", "models/test_tokenwise.py"
 BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
 GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generic_eligibility.py"
@@ -69,7 +69,7 @@ MESSAGES = [
     PackageMutation(CHATS, "rendered.count(form) > without.count(form)", "True", PARTS_TESTS, "quotes_a_list"),
     PackageMutation(CHATS, "for n in range(len(groups) + 1)", "for n in (0, len(groups))", PARTS_TESTS,
                     "no_more_roles"),
-    PackageMutation("options/notices.py", 'or "room" in self._given', "", "integration/test_requests.py",
+    PackageMutation("options/argument_warnings.py", 'or "room" in self._given', "", "integration/test_requests.py",
                     "beyond_the_longest"),
     PackageMutation("options/arguments.py", "            GenerationConfig(**{name: value}).validate()\n",
                     "            pass\n", "options/test_arguments.py", "length_as_text"),
@@ -118,7 +118,8 @@ WHICH_PATH = [
                     WARNING_TESTS, "as_an_error"),
     PackageMutation(FALLBACK, """re.sub(r"tensor\\(.*?(\\)|$)", "a tensor", text, flags=re.DOTALL)""", "text",
                     WARNING_TESTS, "lose_the_data"),
-    PackageMutation("options/notices.py", '"torch", "accelerate"', '"accelerate"', WARNING_TESTS, "line_that_called"),
+    PackageMutation("options/argument_warnings.py", '"torch", "accelerate"', '"accelerate"', WARNING_TESTS,
+                    "line_that_called"),
     PackageMutation(LOCKSTEP, "        refusal = call if isinstance(call, Reason) else engine.lockstep_reason(",
                     "        refusal = call if isinstance(call, Reason) else (lambda *_: None)(", EXPLAIN_TESTS,
                     "inputs"),
@@ -213,10 +214,10 @@ STALENESS = [
                     "models/test_merged.py", "nothing_is_looked_up"),
     PackageMutation("models/fused.py", "is_same = self._parts_look == (look", "is_same = self._checked == (look",
                     "models/test_merged.py", "interrupted_call"),
-    PackageMutation("models/aliases.py", "all(map(is_alias, held, tensors))",
+    PackageMutation("models/keep_alive.py", "all(map(is_alias, held, tensors))",
                     "all(a.data_ptr() == b.data_ptr() for a, b in zip(held, tensors))",
                     GRAPHS_TESTS, "hold_what_they_read"),
-    PackageMutation("models/aliases.py", "len(held) == len(tensors) and ", "", GRAPHS_TESTS, "hold_what_they_read"),
+    PackageMutation("models/keep_alive.py", "len(held) == len(tensors) and ", "", GRAPHS_TESTS, "hold_what_they_read"),
     PackageMutation("runner/graphs.py", 'attrgetter("shape"), torch.Tensor.stride', "torch.Tensor.stride",
                     GRAPHS_TESTS, "tensor_of_the_model_is_another and narrowed"),
     PackageMutation("runner/graphs.py", 'attrgetter("shape"), torch.Tensor.stride', 'attrgetter("shape")',
@@ -225,7 +226,7 @@ STALENESS = [
                     GRAPHS_TESTS, "tensor_of_the_model_is_another and another_buffer"),
     PackageMutation("runner/graphs.py", "*self._executor.plain_tensors(), *self", "*self",
                     GRAPHS_TESTS, "tensor_of_the_model_is_another and another_attribute"),
-    PackageMutation("guards/facts.py", "list(map(_SHAPE, tensors)), _storage_sizes(tensors)",
+    PackageMutation("guards/snapshot.py", "list(map(_SHAPE, tensors)), _storage_sizes(tensors)",
                     "list(map(_SHAPE, tensors))",
                     "models/test_merged.py", "too_small_for_its_parameter"),
     PackageMutation("models/eligibility.py",
@@ -310,9 +311,9 @@ RECOGNITION = [
                     "what_a_module_imports"),
     PackageMutation(AT_HOME, "not (callable(value) or hasattr(kind, \"__get__\"))", "True", PATCHED_TESTS,
                     "no_other_callable and qwen2"),
-    PackageMutation("guards/surroundings.py", "if type(mode) is not DeviceContext:", "if False:",
+    PackageMutation("guards/global_state.py", "if type(mode) is not DeviceContext:", "if False:",
                     PATCHED_TESTS, "a_mode_of_the_users"),
-    PackageMutation("guards/surroundings.py", "if type(mode) is not DeviceContext:", "if True:",
+    PackageMutation("guards/global_state.py", "if type(mode) is not DeviceContext:", "if True:",
                     PATCHED_TESTS, "a_default_device"),
     PackageMutation("models/eligibility.py",
                     "takewhile(lambda kind: kind is not executor.model_class, kinds)", "()", PATCHED_TESTS,
@@ -324,7 +325,7 @@ RECOGNITION = [
                     "dropped and data"),
     PackageMutation("guards/inner_tensors.py", "                found += inner_tensors(tensor) or [tensor]\n",
                     "                found.append(tensor)\n", INNER_TESTS, "dropped or look"),
-    PackageMutation("guards/facts.py", " or self._wrappers != list(map(vars, wrappers))", "", INNER_TESTS,
+    PackageMutation("guards/snapshot.py", " or self._wrappers != list(map(vars, wrappers))", "", INNER_TESTS,
                     "settings_changed_in_place or look"),
     PackageMutation("models/tokenwise.py", "    if kwargs is None:\n", "    if True:\n", INNER_TESTS,
                     "not_computed_alone"),
@@ -404,9 +405,11 @@ JOINED = [
     PackageMutation("runner/graphs.py", "is not None:\n            self._send(captured, padded.inputs)\n"
                     "            self._ready",
                     "is not None:\n            self._ready", GRAPHS_TESTS, "sent_while"),
-    PackageMutation("engine/pace.py", "min(seconds, _FORGOTTEN * self._alone)", "seconds", "engine/test_pace.py",
+    PackageMutation("engine/lockstep_throttle.py", "min(seconds, _FORGOTTEN * self._alone)", "seconds",
+                    "engine/test_lockstep_throttle.py",
                     "one_slow_step"),
-    PackageMutation("engine/pace.py", "max(0.0, self._joined - self._alone)", "0.0", "engine/test_pace.py",
+    PackageMutation("engine/lockstep_throttle.py", "max(0.0, self._joined - self._alone)", "0.0",
+                    "engine/test_lockstep_throttle.py",
                     "half_as_long"),
     PackageMutation("runner/request_state.py", "        self.edits.grow(num_slots)\n", "",
                     "runner/test_request_state.py", "more_slots"),
@@ -429,7 +432,7 @@ MODELS = [
                     "family._replace(wrapper=wrapper, fused=False)", WRAPPER_TESTS, "logits"),
     PackageMutation("models/decoder.py", "            yield \"model\", self.model.model, wrapper.body\n",
                     "            yield from ()\n", WRAPPER_TESTS, "stands_around"),
-    PackageMutation("guards/originals.py", "for name in (\"forward\", \"__call__\")]", "for name in ()]",
+    PackageMutation("guards/original_classes.py", "for name in (\"forward\", \"__call__\")]", "for name in ()]",
                     WRAPPER_TESTS, "patched_code"),
     PackageMutation(INPUTS, "type(value) is dict and not value", "True", WRAPPER_TESTS, "an_image_in_the_call"),
     PackageMutation(INPUTS, "isinstance(value, torch.Tensor) and not value.any()", "True", WRAPPER_TESTS,
@@ -457,7 +460,7 @@ SERVER = [
                     "if False:", FIELDS_TESTS, "not_accept and presence_penalty"),
     PackageMutation(FIELDS_FILE, '            raise _refusal(name, value, f"expected one of the fields',
                     '            _refusal(name, value, f"expected one of the fields', FIELDS_TESTS, "schema_is_known"),
-    PackageMutation("server/wishes.py", "config.do_sample = self.temperature != 0", "pass", FIELDS_TESTS,
+    PackageMutation("server/server_request.py", "config.do_sample = self.temperature != 0", "pass", FIELDS_TESTS,
                     "arrives and temperature"),
     PackageMutation(FIELDS_FILE, "token.isascii() and token.isdecimal() and str(int(token)) == token", "True",
                     FIELDS_TESTS, "dropped and chat-logit_bias"),
@@ -484,7 +487,7 @@ SERVER = [
 
 
 HOST_ROWS, HOST_ROWS_TESTS = "kernels/attention/host_rows.py", "kernels/attention/test_host_rows.py"
-UNTOUCHED, UNTOUCHED_TESTS = "guards/untouched.py", "guards/test_untouched.py"
+UNTOUCHED, UNTOUCHED_TESTS = "guards/module_snapshot.py", "guards/test_module_snapshot.py"
 
 # What a step on a CPU leaves out.
 ON_A_CPU = [
@@ -526,8 +529,8 @@ HOPPER_CALLS = [
                     "queued = False", GRAPHS_TESTS, "one_queue"),
     PackageMutation(PADDED, " and self._attention.may_queue():", " and False:", "runner/test_padded_steps.py",
                     "what_comes"),
-    PackageMutation("runner/graphs.py", "Place(slice(decodes, len(slots)), size)\n",
-                    "Place(slice(decodes, len(slots)), decodes)\n", GRAPHS_TESTS, "in_one_graph"),
+    PackageMutation("runner/graphs.py", "GraphRows(slice(decodes, len(slots)), size)\n",
+                    "GraphRows(slice(decodes, len(slots)), decodes)\n", GRAPHS_TESTS, "in_one_graph"),
     PackageMutation("runner/graphs.py", "**self._of_slots(slots))",
                     "**self._of_slots(slots[decodes:]))", GRAPHS_TESTS, "edited_beside"),
     PackageMutation(PADDED, "torch.cat([1 + rows[1], prompts[5, :-1]])", "torch.cat([rows[1], prompts[5, :-1]])",
@@ -594,7 +597,7 @@ AT_ONCE = [
                     ONE_LAUNCH_TESTS, "guesses"),
     PackageMutation("runner/model_runner.py", "plan.num_decode_rows == len(plan.slots) and plan.drafts is None",
                     "plan.drafts is None", ONE_LAUNCH_TESTS, "reads_what_the_other"),
-    PackageMutation("runner/graphs.py", "=shape.one_launch and self._executor.runs_at_once(shape.rows)",
+    PackageMutation("runner/graphs.py", "=shape.one_launch and self._executor.uses_one_launch(shape.rows)",
                     "=shape.one_launch",
                     GRAPHS_TESTS, "once_its_kernel_is_there"),
     PackageMutation("runner/graphs.py", "tuple(self._executor.captured_tensors()))", "())", GRAPHS_TESTS,
@@ -712,8 +715,9 @@ LORA_LAYERS = [
 
 # Few rows: products that come in parts to the kernel behind them, rows that stay whole, sizes compiled ahead.
 FEW_ROWS = [
-    PackageMutation("kernels/layer/join_add_rms_norm.py", "total.to(dtype).to(tl.float32) + before", "total + before",
-                    "kernels/layer/test_join_add_rms_norm.py", "same_bits"),
+    PackageMutation("kernels/layer/sum_splits_add_rms_norm.py", "total.to(dtype).to(tl.float32) + before",
+                    "total + before",
+                    "kernels/layer/test_sum_splits_add_rms_norm.py", "same_bits"),
     PackageMutation("models/fused.py", "product.is_plain and product.lora is None", "product.is_plain",
                     "models/test_fused.py", "in_parts"),
     PackageMutation("kernels/layer/qk_norm_rope_store.py", "return total.to(dtype)", "return total",
@@ -812,11 +816,11 @@ POOL = [
     PackageMutation("runner/kv_cache.py", " // unit * unit // _tensor", " // _tensor", POOL_TESTS, "whole_pieces"),
     PackageMutation("runner/graphs.py", "if self._attention.backend.knows_pool_size", "if False", POOL_TESTS,
                     "hold_the_pools_size"),
-    PackageMutation("runner/model_runner.py", "            self.graphs.let_go()\n", "            pass\n", POOL_TESTS,
+    PackageMutation("runner/model_runner.py", "            self.graphs.drop_references()\n", "            pass\n", POOL_TESTS,
                     "nothing_holds"),
     PackageMutation("runner/device.py", "for size in (self._released_blocks, FIRST_POOL_BLOCKS)",
                     "for size in (self._released_blocks,)", POOL_TESTS, "starts_small"),
-    PackageMutation("models/fused.py", "        self._copied.take_back()\n", "", POOL_TESTS, "copies_of_weights"),
+    PackageMutation("models/fused.py", "        self._copied.restore()\n", "", POOL_TESTS, "copies_of_weights"),
     PackageMutation(STATE, "        self._forget_pool()\n        self.pool.release()\n",
                     "        self.pool.release()\n", POOL_TESTS, "captures_nothing"),
 ]
@@ -862,9 +866,10 @@ STRUCTURED = [
     PackageMutation("engine/features/grammars.py", "            self._match(request, token)\n", "            pass\n",
                     FORMED_TESTS, "interrupt"),
     PackageMutation("engine/features/grammars.py",
-                    "(request.matcher.accept(token) if went_on is None else went_on)", "request.matcher.accept(token)",
+                    "(request.matcher.accept(token) if speculative_accept is None else speculative_accept)",
+                    "request.matcher.accept(token)",
                     FORMED_TESTS, "not_for_their_commit"),
-    PackageMutation("engine/features/grammars.py", "                request.went_on = error\n",
+    PackageMutation("engine/features/grammars.py", "                request.speculative_accept = error\n",
                     "                raise\n",
                     FORMED_TESTS, "refuses_a_token"),
     PackageMutation(PADDED, "rows, items, parts), rows.clone()", "rows, items, parts), rows", "runner/test_graphs.py",

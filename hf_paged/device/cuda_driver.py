@@ -20,7 +20,7 @@ class DriverError(RuntimeError):
     """The driver refused a call, for another reason than a lack of memory; the message names call and arguments."""
 
 
-class Driver(Protocol):
+class VirtualMemoryDriver(Protocol):
     """What `VirtualMemory` needs of a device. Sizes and addresses are bytes, multiples of ``granularity``.
 
     A lack of memory is `torch.OutOfMemoryError`, everything else `DriverError`.
@@ -76,7 +76,7 @@ class Driver(Protocol):
 
 
 class CudaDriver:
-    """The `Driver` of a CUDA device.
+    """The `VirtualMemoryDriver` of a CUDA device.
 
     Raises:
         DriverError: the device cannot map memory.
@@ -160,7 +160,7 @@ class CudaDriver:
 
 
 @lru_cache(maxsize=64)
-def find_driver(device: torch.device) -> Driver | None:
+def find_driver(device: torch.device) -> VirtualMemoryDriver | None:
     """The device's, or None where memory cannot be mapped: a CPU, ROCm, no `cuda.bindings`, an old or shared GPU."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_paged.device.cuda_driver import Driver, DriverError, find_driver
+from hf_paged.device.cuda_driver import DriverError, VirtualMemoryDriver, find_driver
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class VirtualMemory:
         DriverError: the driver has none.
     """
 
-    def __init__(self, driver: Driver, num_ranges: int, range_bytes: int) -> None:
+    def __init__(self, driver: VirtualMemoryDriver, num_ranges: int, range_bytes: int) -> None:
         for name, value in (("num_ranges", num_ranges), ("range_bytes", range_bytes)):
             if value < 1:
                 raise ValueError(f"{name}={value!r}: expected a positive integer")

@@ -50,7 +50,7 @@ class ResetCache:
 
 
 @dataclass(frozen=True)
-class HoldForWeights:
+class BeginWeightUpdate:
     """No step runs until this rank's caller has written the weights. Ranks without one take what rank 0 sends them."""
 
 
@@ -81,7 +81,7 @@ class Stop:
 
 
 Command = (
-    NewRequest | End | Build | ResetCache | HoldForWeights | GatherWeights | UseVocabulary | Release | Stop
+    NewRequest | End | Build | ResetCache | BeginWeightUpdate | GatherWeights | UseVocabulary | Release | Stop
 )
 
 
@@ -185,12 +185,12 @@ class CommandQueue:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Ranks that `HoldForWeights` holds do what is inside as well."""
+        """Ranks that `BeginWeightUpdate` holds do what is inside as well."""
         with self._guarded():
             yield
 
     def tell(self, what: Any) -> None:
-        """To ranks that only follow, while `HoldForWeights` holds them; None: what holds them is over."""
+        """To ranks that only follow, while `BeginWeightUpdate` holds them; None: what holds them is over."""
         if self.group.driven and self.group.rank == 0 and self.over is None:
             with self._guarded():
                 self.group.broadcast(what)
@@ -227,7 +227,7 @@ class CommandQueue:
             return core.scheduler.reset_prefix_cache() if core.scheduler else True
         elif isinstance(command, UseVocabulary):
             core.grammars.share(command.vocabulary)
-        elif isinstance(command, HoldForWeights):
+        elif isinstance(command, BeginWeightUpdate):
             core.drain()
             self._is_held = self.group.driven and self.group.rank > 0
         elif isinstance(command, GatherWeights):

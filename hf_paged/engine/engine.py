@@ -26,12 +26,12 @@ from hf_paged.config import PagedConfig
 from hf_paged.engine import engine_registry, interrupts
 from hf_paged.engine.call_counts import CallCounts
 from hf_paged.engine.commands import (
+    BeginWeightUpdate,
     Build,
     Command,
     CommandQueue,
     End,
     GatherWeights,
-    HoldForWeights,
     Release,
     ResetCache,
     UseVocabulary,
@@ -52,12 +52,12 @@ from hf_paged.errors import (
     Reason,
     UnsupportedModelError,
 )
-from hf_paged.kernels.weights_checksum import begin_early
+from hf_paged.kernels.weights_checksum import warm_up
 from hf_paged.models import KVSpec, ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under, subclass_reason, unsupported_reason
 from hf_paged.models.replica import Replica
 from hf_paged.options.arguments import base_seed, salt_digest, token_id_lists, token_ids
-from hf_paged.options.continued import Made, split_output
+from hf_paged.options.continued import PreviousOutput, split_output
 from hf_paged.options.keywords import EngineKeywords, check_keywords, with_keywords
 from hf_paged.options.prompts import prompt_ids
 from hf_paged.options.read import MergeCache, call_key
@@ -117,7 +117,7 @@ def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
     executor_class = find_executor(model)
     if executor_class is None:
         raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
-    begin_early(model.device)
+    warm_up(model.device)
     executor = executor_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels,
                               one_launch=config.one_launch)
     if not executor.group.is_parallel:  # most likely its calls will be made as this one is
@@ -659,7 +659,7 @@ class Engine:
                 if self._core.is_in_use:
                     raise RuntimeError("weight_update() of a sharded model was entered while requests run over "
                                        "gathered weights, which no update reaches: end them first")
-            self._carry_out(HoldForWeights())
+            self._carry_out(BeginWeightUpdate())
             self._updating_thread = threading.get_ident()
             self._update = object()
             token = _updates.set((*_updates.get(), self._update))
@@ -991,7 +991,7 @@ class Engine:
             return checked
         return [self.check_prompt(prompt) for prompt in prompts]
 
-    def check_made(self, prompt: list[int], made: Made, settings: RequestSettings) -> Made:
+    def check_made(self, prompt: list[int], made: PreviousOutput, settings: RequestSettings) -> PreviousOutput:
         """Output of before that a checked prompt can go on from, or ValueError / TypeError naming what is wrong."""
         made = made.checked(self._executor.vocab_size, settings.max_new_tokens, settings.logprobs)
         count = len(made.token_ids)

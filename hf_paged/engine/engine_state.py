@@ -28,7 +28,7 @@ from hf_paged.engine.features.text import Text
 from hf_paged.engine.features.versions import Versions
 from hf_paged.engine.frozen_heap import HeapHold
 from hf_paged.engine.grammars import Grammars
-from hf_paged.engine.lockstep import LockstepBatch, Way
+from hf_paged.engine.lockstep import BlockShortage, LockstepBatch
 from hf_paged.engine.observer import Observers
 from hf_paged.engine.request_maker import RequestMaker
 from hf_paged.engine.request_table import RequestTable
@@ -118,9 +118,9 @@ class EngineState:
         """As of `JoiningRows`."""
         self._joining.end_orphans()
 
-    def make_way(self, asking: LockstepBatch | None) -> Way:
+    def free_blocks_for(self, asking: LockstepBatch | None) -> BlockShortage:
         """As of `JoiningRows`."""
-        return self._joining.make_way(asking)
+        return self._joining.free_blocks_for(asking)
 
     def count_batch(self) -> int:
         """A number above those given out before."""
@@ -292,7 +292,7 @@ class EngineState:
         )
         core = weakref.proxy(self)  # which holds the scheduler
         return Scheduler(config, on_shortage=self.pool.grow, on_few_slots=self.runner.grow_slots,
-                         on_stuck=lambda: core.make_way(None) is not Way.NONE)
+                         on_stuck=lambda: core.free_blocks_for(None) is not BlockShortage.NONE)
 
     def abandon(self) -> None:
         """Give everything up where it stands: of a sharded model whose other ranks are not asked any more."""

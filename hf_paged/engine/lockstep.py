@@ -23,7 +23,7 @@ from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, Row
 _IDLE = 0.02
 
 
-class Way(enum.Enum):
+class BlockShortage(enum.Enum):
     """What becomes of a wish for blocks that others hold: some came free, wait for them, or nobody holds any."""
 
     FREE = enum.auto()
@@ -49,7 +49,7 @@ class Core(Protocol):
     def model_changed(self) -> bool: ...
     def weights_moved(self) -> bool: ...
     def trust_cache(self) -> None: ...
-    def make_way(self, asking: LockstepBatch) -> Way: ...
+    def free_blocks_for(self, asking: LockstepBatch) -> BlockShortage: ...
 
 
 class LockstepBatch:
@@ -134,7 +134,7 @@ class LockstepBatch:
                             self._follow(rows, rows.reorder(parents))
                             break
                         except OutOfBlocksError:
-                            if self._core.make_way(self) is not Way.FREE:
+                            if self._core.free_blocks_for(self) is not BlockShortage.FREE:
                                 self.give_back()
 
     def crop(self, num_tokens: int) -> None:
@@ -144,7 +144,7 @@ class LockstepBatch:
                 with self._core.changing():
                     self._take_back()
                     if self.rows.may_crop(num_tokens):
-                        self.uncount(self.rows, num_tokens)
+                        self.rollback_tokens(self.rows, num_tokens)
                     else:  # the caller's next tokens would go into blocks that others read
                         self.give_back()
             self._count -= num_tokens
@@ -200,7 +200,7 @@ class LockstepBatch:
 
     # -- inside a step, the engine's lock held ----------------------------------------------------------------------
 
-    def uncount(self, rows: LockstepRows, num_tokens: int) -> None:
+    def rollback_tokens(self, rows: LockstepRows, num_tokens: int) -> None:
         """The last tokens of these rows are no longer computed."""
         self._take_back()
         self._places = None
@@ -238,7 +238,7 @@ class LockstepBatch:
         """Whatever held the rows is gone."""
         self.rows, self._chunks, self._logits, self._places, self._ahead = None, None, [], None, None
 
-    def distrust(self) -> None:
+    def invalidate_prefix(self) -> None:
         """The model changed: keys and values of before and after it are no prefix of anyone else's."""
         self._version, self.has_checked_adapters = None, False
         for sequence in self.rows.sequences if self.rows is not None else ():

@@ -211,7 +211,7 @@ class EngineCore(PreparedModel):
         assert self.scheduler is not None
         try:
             if plan is not None and not joining:
-                self.runner.foresee(plan)  # while the masks are made
+                self.runner.prefetch_inputs(plan)  # while the masks are made
             self._draw_in_flight()
         except Exception:
             self._in_flight = None

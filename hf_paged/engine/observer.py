@@ -9,7 +9,7 @@ import numpy as np
 
 from hf_paged.engine.session import Request
 from hf_paged.outputs import StepOutput
-from hf_paged.runner.device_times import Piece
+from hf_paged.runner.device_times import TimedSection
 from hf_paged.scheduler import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Launched(NamedTuple):
     began: float
     scheduled: float
     launched: float
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[TimedSection, ...] = ()
 
 
 class Committed(NamedTuple):

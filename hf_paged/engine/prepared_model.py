@@ -137,7 +137,7 @@ class PreparedModel(EngineState):
         self._executor.compare_again()  # a tokenizer or a stop rule may have run
         scheduler.preempt_all(but_keepers=True)
         for batch in self.batches:
-            batch.distrust()
+            batch.invalidate_prefix()
 
     def _prepare(self) -> None:
         assert self.pool.runner is not None
@@ -148,7 +148,7 @@ class PreparedModel(EngineState):
         if before and self._state_key != before:
             self._guard.found_change()
         for batch in self.batches if self._state_key != before else ():
-            batch.distrust()
+            batch.invalidate_prefix()
         self._end_unfit(list(self.requests.values()))
         self.features.prepared()
         self._use_keys([request.sequence for request in self.requests.values()], self._state_key)

@@ -14,8 +14,8 @@ import torch
 
 from hf_paged.engine.matchers import Grammar, Matcher
 from hf_paged.engine.stop_rules import StopRule
-from hf_paged.engine.text import PLAIN_ENDING, CutText, Ending, TextStream
-from hf_paged.options.continued import Made
+from hf_paged.engine.text import PLAIN_ENDING, StopPolicy, StopStringBuffer, TextStream
+from hf_paged.options.continued import PreviousOutput
 from hf_paged.options.settings import RequestSettings
 from hf_paged.outputs import Completion, StepOutput, Timings, VersionRun, last_of
 from hf_paged.runner.request_state import SlotParameters
@@ -39,7 +39,7 @@ class NewRequest:
     priority: int = 0
     stop: StopRule | None = None
     request_id: str | None = None
-    made: Made | None = None
+    made: PreviousOutput | None = None
     grammar: Grammar | None = None
     autocast: torch.dtype | None = None
 
@@ -90,12 +90,13 @@ class Request:
     parameters: SlotParameters
     session: Session
     features: tuple[Any, ...] = ()  # each `StepFeature` that it uses
-    text: TextStream | CutText | None = None
+    text: TextStream | StopStringBuffer | None = None
     stop: StopRule | None = None
-    made: Made | None = None  # output that was there when it came
+    made: PreviousOutput | None = None  # output that was there when it came
     grammar: Grammar | None = None
     matcher: Matcher | None = None  # of the grammar, behind the committed output
-    went_on: bool | Exception | None = None  # did it already accept the token that is committed next? None: not asked
+    # Whether the matcher accepted the token of the next commit, or what it raised; None if it has not seen the token.
+    speculative_accept: bool | Exception | None = None
     num_emitted: int = 0  # of the output, that among it
     error: str | None = None
     num_kept: int | None = None  # output tokens before the step in which the request failed; None: it did not
@@ -106,7 +107,7 @@ class Request:
     top_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # with `top`, as `logprobs`
     prompt_top: TopAsked | None = None
     prompt_top_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # with it, as `prompt_logprobs`
-    ending: Ending = PLAIN_ENDING
+    ending: StopPolicy = PLAIN_ENDING
     draft_tokens: int = 0  # guesses of a step, at most
     deadline: float | None = None  # of `time.monotonic`
     version_runs: list[VersionRun] = field(default_factory=list)  # of the output, but for what the present weights made

@@ -98,7 +98,7 @@ def cut(text: str, texts: tuple[str, ...], keeps: bool = False) -> tuple[str, bo
     return watch.push(text) + watch.finish(), watch.is_met
 
 
-class CutText:
+class StopStringBuffer:
     """A `TextStream` up to the first of some stop texts: what may be the beginning of one is held back."""
 
     def __init__(self, stream: TextStream, stop_strings: tuple[str, ...]) -> None:
@@ -128,7 +128,7 @@ class CutText:
 
 
 @dataclass(frozen=True)
-class Ending:
+class StopPolicy:
     """What a request says of its text; the defaults are what `model.generate` with a tokenizer would show.
 
     Attributes:
@@ -143,10 +143,10 @@ class Ending:
     keeps_stop: bool = True
     skips_special: bool = True
 
-    def stream(self, tokenizer: Any) -> TextStream | CutText:
+    def stream(self, tokenizer: Any) -> TextStream | StopStringBuffer:
         """Decodes the tokens as they come."""
         text = TextStream(tokenizer, skip_special_tokens=self.skips_special)
-        return text if self.keeps_stop or not self.stop_strings else CutText(text, self.stop_strings)
+        return text if self.keeps_stop or not self.stop_strings else StopStringBuffer(text, self.stop_strings)
 
     def reason(self, finish_reason: str, token_ids: list[int], tokenizer: Any) -> tuple[str, str | int | None]:
         """The finish reason as a caller sees it, and what ended the request."""
@@ -169,4 +169,4 @@ class Ending:
         return cut(text, self.stop_strings)[0] if cuts and finish_reason == "stop" else text
 
 
-PLAIN_ENDING = Ending()
+PLAIN_ENDING = StopPolicy()

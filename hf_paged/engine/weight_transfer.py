@@ -11,7 +11,7 @@ import torch
 from hf_paged.errors import PartlyLoadedError
 from hf_paged.parallel.adapters import add_adapter, remove_adapter
 from hf_paged.parallel.group import ParallelGroup
-from hf_paged.parallel.named_weights import Covers, NamedWeights, check_tensor, write
+from hf_paged.parallel.named_weights import NamedWeights, ShardRange, check_tensor, write
 
 # What `named_weights` brings from the ranks at a time.
 BUCKET_BYTES = 256 << 20
@@ -58,7 +58,7 @@ class WeightLoader:
                  partial: bool = False, only: Collection[str] | None = None) -> None:
         self._weights = NamedWeights(model)
         self._group, self._together, self._partial, self._only = group, together, partial, only
-        self._covered: set[Covers] = set()
+        self._covered: set[ShardRange] = set()
         self._written: list[str] = []
 
     def checked(self, weights: Any) -> Iterable[Any]:
@@ -69,7 +69,7 @@ class WeightLoader:
         if not isinstance(weights, (Mapping, Sequence)):
             return weights
         pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
-        first: dict[Covers, tuple[str, torch.Tensor]] = {}
+        first: dict[ShardRange, tuple[str, torch.Tensor]] = {}
         for pair in pairs:
             if (place := self._place(pair)) is not None:
                 name, tensor = first.setdefault(place.covers, pair)
@@ -124,7 +124,7 @@ class WeightLoader:
         self._covered.add(place.covers)
         self._written.append(name)
 
-    def _check_complete(self, covered: set[Covers]) -> None:
+    def _check_complete(self, covered: set[ShardRange]) -> None:
         missing = [] if self._partial else self._weights.missing(covered)
         if missing := [name for name in missing if self._only is None or name in self._only]:
             others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from hf_paged.errors import Reason
-from hf_paged.guards.remedies import UNDO_REPLACEMENT
+from hf_paged.guards.hints import UNDO_REPLACEMENT
 from hf_paged.guards.wrapped_forward import called_name
 
 # Layers that a kernel may replace, by transformers' names: each of these computes each token by itself.

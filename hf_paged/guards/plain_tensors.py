@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_paged.errors import Reason
-from hf_paged.guards.remedies import DEQUANTIZE, ONE_DEVICE
+from hf_paged.guards.hints import DEQUANTIZE, ONE_DEVICE
 
 # Attributes of every module; none of them holds tensors other than parameters and buffers.
 STANDARD = frozenset(vars(nn.Module()))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_paged.errors import Reason
-from hf_paged.guards.remedies import UNDO_REPLACEMENT
+from hf_paged.guards.hints import UNDO_REPLACEMENT
 
 
 def wrapped_forward_reason(model: Any) -> Reason | None:

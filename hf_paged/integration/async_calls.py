@@ -18,7 +18,7 @@ from hf_paged.engine.session import NewRequest
 from hf_paged.errors import EngineClosedError
 from hf_paged.integration import paths
 from hf_paged.integration.best_of import best_outputs
-from hf_paged.integration.requests import Asked, Call, RequestMaker, numbered, wanted
+from hf_paged.integration.requests import Call, PlannedCompletion, RequestMaker, numbered, wanted
 from hf_paged.options.arguments import base_seed
 from hf_paged.outputs import Completion, StepOutput
 
@@ -152,7 +152,7 @@ class AsyncCalls:
                     counted.num_tokens += len(output.new_token_ids)
                     yield number, output
 
-    async def _asked(self, call: Call) -> list[Asked]:
+    async def _asked(self, call: Call) -> list[PlannedCompletion]:
         """The requests of a call, made in a thread."""
         seed = call.seed
         if not isinstance(seed, (list, tuple)):  # drawn here: in the order in which calls are made
@@ -172,7 +172,7 @@ class AsyncCalls:
             raise
         await asyncio.gather(*map(asyncio.wrap_future, begun.result()), return_exceptions=True)
 
-    async def _run(self, call: Call, asked: list[Asked], *,
+    async def _run(self, call: Call, asked: list[PlannedCompletion], *,
                    stream: bool) -> AsyncGenerator[tuple[int, StepOutput], None]:
         """The outputs of requests as they come; without ``stream`` only the last one of each."""
         running = AsyncCall(self.thread, self._loops, stream=stream)

@@ -18,7 +18,7 @@ def best_outputs(asked: Sequence[tuple[int, object, int | None]], made: list[Ste
     A candidate that failed, or whose log-probabilities are unknown, comes after the others.
 
     Args:
-        asked: The `Asked` of each completion, grouped by prompt.
+        asked: The `PlannedCompletion` of each completion, grouped by prompt.
         made: The last outputs, with the completions.
     """
     chosen: list[StepOutput] = []

@@ -14,7 +14,7 @@ from hf_paged.errors import FallbackError, FallbackWarning, Reason
 from hf_paged.integration import paths, ranks
 from hf_paged.integration.call_context import within
 from hf_paged.integration.same_draws import same_draws
-from hf_paged.options.notices import level_of_caller
+from hf_paged.options.argument_warnings import level_of_caller
 from hf_paged.parallel.intact import broken_part
 
 _IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines with a call in stock

@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationMixin
 
 from hf_paged.engine.engine import Engine
-from hf_paged.guards.at_home import chain_of
+from hf_paged.guards.origin import chain_of
 from hf_paged.integration import fallback, generate, paths, ranks, stock_loop
 from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.continuous_batching.methods import METHODS, destroy_cached_manager

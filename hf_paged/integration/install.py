@@ -11,7 +11,7 @@ from hf_paged.errors import FallbackWarning
 from hf_paged.integration import fallback, hooks
 from hf_paged.integration.enable import disable, enable, is_enabled, merged_config, unsupported_class
 from hf_paged.integration.paths import asked
-from hf_paged.options.notices import level_of_caller
+from hf_paged.options.argument_warnings import level_of_caller
 from hf_paged.process_lock import ProcessLock
 
 _config = PagedConfig()

@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 from transformers.utils.hub import cached_files
 
 from hf_paged.config import OF_LOADING, PagedConfig
-from hf_paged.kernels.weights_checksum import begin_early
+from hf_paged.kernels.weights_checksum import warm_up
 from hf_paged.parallel.checkpoint import find_files
 from hf_paged.parallel.checkpoint_place import check_place, naming_broken_files, naming_the_place
 from hf_paged.vllm_names import LOADING, SAMPLING, unknown_names
@@ -132,7 +132,7 @@ def one_device(device_map: Any) -> torch.device:
 
 def load_whole(path_or_id: str | os.PathLike, loading: Loading) -> Any:
     """Load the model onto its device, in eval mode."""
-    begin_early(loading.device)
+    warm_up(loading.device)
     arguments = dict(loading.arguments)
     if loading.is_mapped or arguments.get("quantization_config") is not None:  # a quantized model cannot be moved later
         arguments["device_map"] = {"": loading.device}

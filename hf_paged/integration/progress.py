@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.session import Request, Session
-from hf_paged.integration.activity import Activity, activity
+from hf_paged.integration.engine_rates import EngineRates, activity
 from hf_paged.outputs import EngineStats, StepOutput
 
 SHOWN_AFTER_S = 1.0  # delay of the bar if the caller leaves it open whether to show one
@@ -86,7 +86,7 @@ class _State(NamedTuple):
     most: int
     num_ended: int
     rate: float | None
-    engine: Activity
+    engine: EngineRates
 
     def text(self, num_requests: int, since: float, now: float) -> str:
         """Return the text after the bar while requests run."""

@@ -15,11 +15,11 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.session import NewRequest, copy_ids
 from hf_paged.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_paged.integration.best_of import num_candidates
+from hf_paged.options.argument_warnings import ArgumentWarnings
 from hf_paged.options.arguments import base_seed, num_copies, salt_digest
 from hf_paged.options.chat_keywords import split_keywords, template_parameters
-from hf_paged.options.continued import Made, split_output
+from hf_paged.options.continued import PreviousOutput, split_output
 from hf_paged.options.keywords import DEFAULTS, OF_CALL
-from hf_paged.options.notices import Notices
 from hf_paged.options.prompts import prompt_ids, prompt_list
 from hf_paged.options.read import MergeCache, SettingsReader
 from hf_paged.options.request_options import (
@@ -112,7 +112,7 @@ class Call:
         return Completion([], None, "error", list(ids), error=error_text(error))
 
 
-class Asked(NamedTuple):
+class PlannedCompletion(NamedTuple):
     """One completion in the making: the number of its prompt, its request or how it ended without one, and how many of
     those of its prompt are wanted (None: all)."""
 
@@ -131,10 +131,10 @@ class RequestMaker:
 
     def __init__(self, engine: Engine, model: Any) -> None:
         self._engine, self._model = engine, model
-        self._notices = Notices()
+        self._notices = ArgumentWarnings()
         self._merges = MergeCache()
 
-    def make(self, call: Call) -> list[Asked]:
+    def make(self, call: Call) -> list[PlannedCompletion]:
         """Every completion of the call, in order.
 
         Raises:
@@ -164,7 +164,7 @@ class RequestMaker:
         template, keywords = split_keywords(given_keywords, call.chat_template_kwargs, prompts, engine.tokenizer,
                                             own_entries)
         read = SettingsReader(model, keywords, self._merges, engine.num_logits)
-        asked: list[Asked] = []
+        asked: list[PlannedCompletion] = []
         max_model_len = engine.max_model_len
         for index, ids in enumerate(self._checked(prompts, template)):
             config = configs[index]
@@ -201,9 +201,9 @@ class RequestMaker:
                         of_all = options[index] if options[index] is call.options else PLAIN
                         self._settled([0], config, call, read, of_all, None, None)
                 failed = call.failed(index, error, [] if isinstance(ids, Exception) else ids)
-                asked += [Asked(index, failed)] * _copies_of(config, keywords, model.generation_config)
+                asked += [PlannedCompletion(index, failed)] * _copies_of(config, keywords, model.generation_config)
             else:
-                asked += [Asked(index, request, wanted if copies > wanted else None) for request in made]
+                asked += [PlannedCompletion(index, request, wanted if copies > wanted else None) for request in made]
         return asked
 
     def _request_ids(self, given: Any, count: int) -> list[str | None]:
@@ -276,7 +276,8 @@ class RequestMaker:
         self._engine.stop_rule(settings, ids)
         return settings, copies
 
-    def _before(self, ids: list[int], made: Made | None, settings: RequestSettings, copies: int) -> Made | None:
+    def _before(self, ids: list[int], made: PreviousOutput | None, settings: RequestSettings,
+                copies: int) -> PreviousOutput | None:
         """The output that a prompt brings, checked."""
         if made is None:
             return None
@@ -285,7 +286,7 @@ class RequestMaker:
                              "own seed; for several ways on give its prompt_token_ids and output_token_ids")
         return self._engine.check_made(ids, made, settings)
 
-    def _request(self, ids: list[int], settings: RequestSettings, seed: Any, number: int, made: Made | None,
+    def _request(self, ids: list[int], settings: RequestSettings, seed: Any, number: int, made: PreviousOutput | None,
                  **others: Any) -> NewRequest:
         seed = derive_seed(base_seed(seed, self._engine.config.seed), number)
         if made is not None and made.seed is not None:
@@ -293,12 +294,12 @@ class RequestMaker:
         return NewRequest(ids, settings, seed=seed, stop=self._engine.stop_rule(settings, ids), made=made, **others)
 
 
-def wanted(asked: list[Asked]) -> list[NewRequest]:
+def wanted(asked: list[PlannedCompletion]) -> list[NewRequest]:
     """The requests among what is asked for."""
     return [one.what for one in asked if isinstance(one.what, NewRequest)]
 
 
-def numbered(call: Call, asked: list[Asked],
+def numbered(call: Call, asked: list[PlannedCompletion],
              added: list[str | ValueError]) -> tuple[dict[str, int], list[tuple[int, StepOutput]]]:
     """What became of what was asked for: by request id the number of its completion; and the outputs of the others.
 

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.errors import Reason
-from hf_paged.guards.at_home import is_method_of_mixin
+from hf_paged.guards.origin import is_method_of_mixin
 from hf_paged.integration import paths, ranks
 from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.call_context import salt_of_call, seed_of_call

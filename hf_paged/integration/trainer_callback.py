@@ -10,8 +10,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.integration.activity import activity
 from hf_paged.integration.enable import get_engine
+from hf_paged.integration.engine_rates import activity
 from hf_paged.outputs import EngineStats
 
 PREFIX = "hf_paged/"

@@ -75,7 +75,7 @@ class ChecksumPlan:
         return out
 
 
-def begin_early(device: torch.device) -> None:
+def warm_up(device: torch.device) -> None:
     """Have the kernel compiled in a thread, behind what Triton does once in a process: calls need this kernel first."""
     if triton is not None and device.type == "cuda" and not triton.knobs.runtime.interpret:
         _warmed_up(torch.cuda.current_device() if device.index is None else device.index)

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from hf_paged.attention.spec import AttentionSpec
 from hf_paged.errors import Reason
 from hf_paged.guards.adapter_hooks import names_in_force
-from hf_paged.guards.facts import Facts
 from hf_paged.guards.hub_kernels import kernel_numbers
-from hf_paged.guards.originals import of_class
+from hf_paged.guards.original_classes import of_class
 from hf_paged.guards.plain_tensors import plain_tensors
+from hf_paged.guards.snapshot import ModelSnapshot
 from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.models.layer_ops import FUSED, PLAIN
 from hf_paged.models.lora_rows import AdapterRows
@@ -60,7 +60,7 @@ class KVSpec(NamedTuple):
         return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
 
 
-class Look:
+class ModelReadings:
     """Values read off a model's modules, valid while `facts` hold. Keeps no tensor alive.
 
     ``state``: constants, active adapters and settings of quantized layers, as text. ``called_kinds``: classes of the
@@ -69,7 +69,7 @@ class Look:
     besides the modules under which eligibility found nothing against the model, or None.
     """
 
-    def __init__(self, facts: Facts, state: str, called_kinds: tuple[type, ...], dtypes: frozenset[torch.dtype],
+    def __init__(self, facts: ModelSnapshot, state: str, called_kinds: tuple[type, ...], dtypes: frozenset[torch.dtype],
                  tensors: list[torch.Tensor], modules: list[tuple[str, nn.Module]], constants: str) -> None:
         self.facts, self.state, self.called_kinds, self.dtypes = facts, state, called_kinds, dtypes
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
@@ -121,7 +121,7 @@ class StepContext(Protocol):
         """Attend by query [T, Hq, D] over the pages, which hold the step's own keys and values, too -> [T, Hq, D]."""
         ...
 
-    def of_wanted(self) -> StepContext:
+    def last_token_step(self) -> StepContext:
         """Return the tokens `wanted` as a step of their own, whose keys and values are in the pages."""
         ...
 
@@ -140,7 +140,7 @@ class ModelExecutor(ABC):
         # Dtype to which the running calls cast (see `autocast_of_call`). It may change only while no call runs: copies
         # of weights, the pool's dtype and the prefix cache's key depend on it.
         self.autocast: torch.dtype | None = None
-        self._look: Look | None = None
+        self._look: ModelReadings | None = None
         self._row_names: tuple[str, ...] = ()
         self._lora: list[weakref.ref] = []
         self._compares_once: int | None = None  # the thread inside of `compared_once`
@@ -231,12 +231,12 @@ class ModelExecutor(ABC):
         """Return tensors besides the modules' that steps read and that other tensors may replace."""
         return []
 
-    def may_run_at_once(self, rows: int, lengths: np.ndarray) -> bool:
+    def may_use_one_launch(self, rows: int, lengths: np.ndarray) -> bool:
         """Return whether one launch may compute the layers of a step of so many decode rows, padding included, if no
         row reads what another row writes. ``lengths``: tokens of the real rows that the cache holds."""
         return False
 
-    def runs_at_once(self, rows: int) -> bool:
+    def uses_one_launch(self, rows: int) -> bool:
         """Return whether one launch would compute a step of so many rows now; its kernel may still be compiling."""
         return False
 
@@ -252,7 +252,7 @@ class ModelExecutor(ABC):
         """Return False if `prepare` would change what the layers compute."""
 
     @abstractmethod
-    def let_go(self) -> None:
+    def drop_references(self) -> None:
         """Release the memory of parameters until `prepare`; tables that graphs read stay at their addresses."""
 
     @abstractmethod
@@ -325,7 +325,7 @@ class ModelExecutor(ABC):
     def num_logits(self) -> int:
         """Number of logits of a token: columns of the head, over all ranks and without padding."""
 
-    def last_look(self) -> Look | None:
+    def last_look(self) -> ModelReadings | None:
         """Return what was last read off the modules, or None if anything changed since."""
         once = self._compares_once == threading.get_ident()
         if not (once and self._is_compared) and self._look is not None and not self._look.facts.hold(self.model):
@@ -347,18 +347,18 @@ class ModelExecutor(ABC):
         """Make `last_look` compare again inside of `compared_once`, after code of the user ran."""
         self._is_compared = False
 
-    def look(self, facts: Facts | None = None) -> Look:
+    def look(self, facts: ModelSnapshot | None = None) -> ModelReadings:
         """Return `last_look`, or read the modules anew. `facts`: a snapshot taken before, for what is read now."""
         look = self.last_look() if facts is None else None
         if look is None:
-            facts = Facts(self.model) if facts is None else facts  # first, so that later changes are noticed
+            facts = ModelSnapshot(self.model) if facts is None else facts  # first, so that later changes are noticed
             modules = list(self.model.named_modules())
             kernels, quantization = kernel_numbers(modules), quantization_state(modules)
             constants = repr((self.constants(), kernels, quantization))
             state = f"{constants}{adapter_state(self.model)}"
             kinds = {type(inner): None for _, module in self.called_modules() for inner in module.modules()}
             dtypes = frozenset(p.dtype for p in self.model.parameters() if p.is_floating_point())
-            look = Look(facts, state, tuple(kind for kind in kinds if kind not in _KNOWN_LAYERS), dtypes,
+            look = ModelReadings(facts, state, tuple(kind for kind in kinds if kind not in _KNOWN_LAYERS), dtypes,
                         [tensor for _, tensor in plain_tensors(modules)], modules, constants)
             self._look = look
         return look

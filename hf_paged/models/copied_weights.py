@@ -57,8 +57,8 @@ class _Place(NamedTuple):
 class CopiedWeights:
     """Copies for the groups in which a parameter has another dtype; other groups use their own parameters.
 
-    The copies' addresses do not change, since CUDA graphs read from them. Where the device can map memory, `give_back`
-    releases it and `take_back` allocates it at the same addresses.
+    The copies' addresses do not change, since CUDA graphs read from them. Where the device can map memory, `unmap`
+    releases it and `restore` allocates it at the same addresses.
 
     Args:
         groups: plain layers, grouped by equal inputs; in a group all layers have biases or none has.
@@ -84,10 +84,10 @@ class CopiedWeights:
             self._device = weights[0].device
         self._num_bytes = sum(_whole(shape, dtype) for place in self._places for shape in place.shapes)
         self._memory = reserve(self, self._device, 1, self._num_bytes) if self._places else None
-        self.take_back()
+        self.restore()
 
-    def take_back(self) -> None:
-        """Allocate the memory again after `give_back`; `refresh` has to fill it.
+    def restore(self) -> None:
+        """Allocate the memory again after `unmap`; `refresh` has to fill it.
 
         Raises:
             torch.OutOfMemoryError: too little memory is free; nothing changed.
@@ -105,7 +105,7 @@ class CopiedWeights:
         self._shadow = Shadow(targets)
         self.by_name = by_name  # last: `is_here` reads it
 
-    def give_back(self) -> bool:
+    def unmap(self) -> bool:
         """Release the memory and keep its addresses; returns False if only the end of this object can free it."""
         if self._memory is None:
             return False

@@ -17,13 +17,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_paged.errors import Reason
 from hf_paged.guards.activations import ELEMENTWISE
 from hf_paged.guards.families import Family
+from hf_paged.guards.hints import DISAGREE, ONE_DTYPE, PUT_BACK, REMOVE_HOOK, UNDO_PATCH, UNDO_REPLACEMENT
 from hf_paged.guards.hub_kernels import functions_of, kernel_numbers, replacement_reason
-from hf_paged.guards.originals import of_family, patched_class, patched_entry
-from hf_paged.guards.remedies import DISAGREE, ONE_DTYPE, PUT_BACK, REMOVE_HOOK, UNDO_PATCH, UNDO_REPLACEMENT
+from hf_paged.guards.original_classes import of_family, patched_class, patched_entry
 from hf_paged.models.base import KVSpec, ModelExecutor, StepContext
 from hf_paged.models.lora_rows import by_row
 from hf_paged.models.paged_calls import STEP_ARGUMENT, WindowedStep, implementation_of, paged_call
-from hf_paged.models.parts import Part, parts_of
+from hf_paged.models.parts import ModulePart, parts_of
 from hf_paged.models.rope import longest_length
 from hf_paged.parallel.layers import VocabParallelEmbedding, VocabParallelHead, stock_class
 from hf_paged.parallel.shards import local_kv_heads
@@ -175,7 +175,7 @@ class DecoderExecutor(ModelExecutor):
         # A list first: slicing a ModuleList would register every layer again in every step.
         return list(self.decoder.layers)[: self.config.num_hidden_layers]
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[ModulePart]:
         return parts_of(self.model, self._family)
 
     def _config_reason(self) -> Reason | None:

@@ -20,14 +20,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.errors import Reason
 from hf_paged.guards.adapter_hooks import RowHook, has_only_names
-from hf_paged.guards.at_home import CALL_CHAIN
 from hf_paged.guards.capturing import only_captures
 from hf_paged.guards.compressed import is_known_forward, is_quantized_forward, offload_reason
-from hf_paged.guards.facts import Facts
-from hf_paged.guards.inner_tensors import PLAIN, inner_tensors
-from hf_paged.guards.originals import DECIDING_METHODS, patched_class, patched_entry
-from hf_paged.guards.plain_tensors import plain_tensors, unwatchable
-from hf_paged.guards.remedies import (
+from hf_paged.guards.global_state import global_state_reason
+from hf_paged.guards.hints import (
     DEQUANTIZE,
     DTYPE_OF_AUTOCAST,
     EACH_ROW_ALONE,
@@ -43,7 +39,11 @@ from hf_paged.guards.remedies import (
     UNDO_PATCH,
     UNDO_REPLACEMENT,
 )
-from hf_paged.guards.surroundings import surroundings_reason
+from hf_paged.guards.inner_tensors import PLAIN, inner_tensors
+from hf_paged.guards.origin import CALL_CHAIN
+from hf_paged.guards.original_classes import DECIDING_METHODS, patched_class, patched_entry
+from hf_paged.guards.plain_tensors import plain_tensors, unwatchable
+from hf_paged.guards.snapshot import ModelSnapshot
 from hf_paged.guards.wrapped_forward import wrapped_forward_reason
 from hf_paged.models.base import ModelExecutor
 from hf_paged.models.fsdp import plain_class
@@ -68,7 +68,7 @@ LOWER_DTYPES = (torch.float16, torch.bfloat16)
 _CHECKPOINTS_GRADIENTS_ALONE = Version(transformers.__version__) >= Version("5.24")
 
 
-class Seen(NamedTuple):
+class ModelWalk(NamedTuple):
     """One walk over a model, for all checks of a call: its modules, parameters, replaced modules and called modules."""
 
     executor: ModelExecutor
@@ -79,7 +79,7 @@ class Seen(NamedTuple):
     called: list[tuple[str, nn.Module]]
 
 
-class Passed(NamedTuple):
+class EligibilityPass(NamedTuple):
     """Conditions besides the modules under which no check failed."""
 
     kinds: tuple[type, ...]  # classes whose code every look compares anew
@@ -97,7 +97,7 @@ class Passed(NamedTuple):
 def unsupported_reason(executor: ModelExecutor) -> Reason | None:
     """Return why the model in `executor` cannot natively run a call that this thread makes now, or None if it can.
 
-    For an unchanged model this costs a comparison of what the checks read (see `Facts`).
+    For an unchanged model this costs a comparison of what the checks read (see `ModelSnapshot`).
     """
     return reason_under(executor, autocast_of_call(executor.source))
 
@@ -106,7 +106,7 @@ def reason_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reaso
     """Return `unsupported_reason` of a call that casts to `autocast` (None: no cast), not to this thread's."""
     if executor.replica is not None and (reason := executor.replica.refresh()) is not None:
         return reason
-    if (reason := surroundings_reason() or _class_reason(executor) or _attention_reason(executor)) is not None:
+    if (reason := global_state_reason() or _class_reason(executor) or _attention_reason(executor)) is not None:
         return reason
     look = executor.last_look()
     if look is not None and look.found is not None and look.found.holds(executor, autocast):
@@ -114,19 +114,19 @@ def reason_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reaso
     if executor.finds_shards():
         return reason_under(executor, autocast)
     # First, so that the next look notices changes that are made during the checks.
-    facts = Facts(executor.model)
-    seen = Seen(executor, autocast, list(executor.model.named_modules()), list(executor.model.named_parameters()),
+    facts = ModelSnapshot(executor.model)
+    seen = ModelWalk(executor, autocast, list(executor.model.named_modules()), list(executor.model.named_parameters()),
                 list(executor.own_modules()), list(executor.called_modules()))
     checks = (_sharding_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
     reason = next((reason for check in checks if (reason := check(seen)) is not None), None)
     reason = executor.constants_reason() if reason is None else reason  # constants are read off modules that passed
     if reason is None and not executor.group.is_parallel:  # for ranks of a sharded model shapes are checked again
-        passed = Passed(_watched_kinds(seen), autocast)
+        passed = EligibilityPass(_watched_kinds(seen), autocast)
         executor.look(facts).found = passed
     return reason
 
 
-def _watched_kinds(seen: Seen) -> tuple[type, ...]:
+def _watched_kinds(seen: ModelWalk) -> tuple[type, ...]:
     """Return the classes whose code every look compares: those of torch's and sharded modules, and of activations."""
     kinds = {type(module): None for _, module in seen.modules if type(module).__module__.startswith(_OWN_LAYERS)}
     return (*kinds, *seen.executor.activations())
@@ -187,7 +187,7 @@ def _attention_reason(executor: ModelExecutor) -> Reason | None:
     return None
 
 
-def _module_reason(seen: Seen) -> Reason | None:
+def _module_reason(seen: ModelWalk) -> Reason | None:
     for name, module, expected in seen.own:
         if type(module) is not expected:
             return Reason("{} is a {}, not transformers' own {}", name, _full_name(module), expected.__name__,
@@ -225,7 +225,7 @@ def _full_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__name__}"
 
 
-def _sharding_reason(seen: Seen) -> Reason | None:
+def _sharding_reason(seen: ModelWalk) -> Reason | None:
     """Return which parameter another library sharded, or which of hf_paged's shards do not fit together, or None."""
     for name, parameter in seen.parameters:
         kinds = type(parameter).__name__, type(parameter.data).__name__
@@ -236,7 +236,7 @@ def _sharding_reason(seen: Seen) -> Reason | None:
     return broken_part(seen.executor.model)
 
 
-def _device_reason(seen: Seen) -> Reason | None:
+def _device_reason(seen: ModelWalk) -> Reason | None:
     devices = getattr(seen.executor.model, "hf_device_map", None)
     if devices and len(set(map(str, devices.values()))) > 1:
         return Reason("hf_device_map spreads the model over {} devices", len(set(map(str, devices.values()))),
@@ -295,7 +295,7 @@ def _is_inert(hook: Any) -> bool:
     return _only_requires_grad(hook) or only_captures(hook) or type(hook) is RowHook
 
 
-def _hook_reason(seen: Seen) -> Reason | None:
+def _hook_reason(seen: ModelWalk) -> Reason | None:
     if "ct_decompress_hook" in vars(seen.executor.model):
         return Reason("compressed-tensors decompresses the weights in the first forward, which stock has to run",
                       remedy="Nothing: later calls are native. `model(torch.tensor([[1]]))` decompresses at once.")
@@ -309,7 +309,7 @@ def _hook_reason(seen: Seen) -> Reason | None:
     return None
 
 
-def _dtype_reason(seen: Seen) -> Reason | None:
+def _dtype_reason(seen: ModelWalk) -> Reason | None:
     spec = seen.executor.kv_spec()
     if spec.compute_dtype not in COMPUTE_DTYPES:
         return Reason("weights of dtype {}", spec.compute_dtype, remedy=ONE_DTYPE)
@@ -334,7 +334,7 @@ def _float_weight(module: nn.Module) -> torch.Tensor | None:
     return weight if weight.is_floating_point() else None
 
 
-def _autocast_reason(seen: Seen, autocast: torch.dtype) -> Reason | None:
+def _autocast_reason(seen: ModelWalk, autocast: torch.dtype) -> Reason | None:
     """Return why autocast, which casts some of the weights, is left to stock, or None; dtypes may be mixed under it."""
     if autocast not in LOWER_DTYPES:
         return Reason("autocast to {}", autocast, remedy=DTYPE_OF_AUTOCAST)
@@ -350,7 +350,7 @@ def _autocast_reason(seen: Seen, autocast: torch.dtype) -> Reason | None:
     return None
 
 
-def _train_mode_reason(seen: Seen) -> Reason | None:
+def _train_mode_reason(seen: ModelWalk) -> Reason | None:
     for name, module in seen.modules:
         if not module.training:
             continue

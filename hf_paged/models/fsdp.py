@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_paged.errors import Reason
-from hf_paged.guards.remedies import GATHER, ONE_DEVICE, SHARD
+from hf_paged.guards.hints import GATHER, ONE_DEVICE, SHARD
 
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
 _COUNTING_HOOKS = {

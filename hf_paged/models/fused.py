@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from hf_paged.device.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.errors import Reason
 from hf_paged.guards.activations import SILU
-from hf_paged.guards.facts import tensors_inside
 from hf_paged.guards.families import Family
-from hf_paged.guards.remedies import DISAGREE
-from hf_paged.guards.untouched import Untouched
+from hf_paged.guards.hints import DISAGREE
+from hf_paged.guards.module_snapshot import ModuleSnapshot
+from hf_paged.guards.snapshot import tensors_inside
 from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.build.compiling import is_dry
 from hf_paged.kernels.hopper import decoder_layers_support
@@ -31,10 +31,10 @@ from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.linear import makes_parts
 from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_unchecked
 from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
-from hf_paged.models.aliases import aliases
-from hf_paged.models.base import KVSpec, Look, StepContext
+from hf_paged.models.base import KVSpec, ModelReadings, StepContext
 from hf_paged.models.copied_weights import CopiedLinears, CopiedWeights, copied_bytes
 from hf_paged.models.decoder import DecoderExecutor, plain_values
+from hf_paged.models.keep_alive import keep_alive
 from hf_paged.models.layer_ops import FUSED
 from hf_paged.models.linear_groups import LinearGroups
 from hf_paged.models.lora import Adapters, is_loaded, reads_tables
@@ -88,7 +88,7 @@ class FusedExecutor(DecoderExecutor):
         self._has_head_norms = "q_norm" in family.parts
         self._rope = RopeTable()
         # The state of the modules whose weights passed the checks, and the dtype to which calls cast then.
-        self._checked: tuple[Look, torch.dtype | None] | None = None
+        self._checked: tuple[ModelReadings, torch.dtype | None] | None = None
         self._copied: CopiedWeights | None = None
         self._groups: LinearGroups | None = None
         self._runs_modules = False  # whether modules run as they stand, under autocast
@@ -100,8 +100,8 @@ class FusedExecutor(DecoderExecutor):
         self._parts_of_layers: list[LayerParts] = []
         self._parts_copies: dict[str, CopiedLinears] | None = None  # that the parts compute with
         # What the parts belong to: modules, the look at them, and the places of linear layers' weights.
-        self._untouched: Untouched | None = None
-        self._parts_look: tuple[Look, torch.dtype | None] | None = None
+        self._untouched: ModuleSnapshot | None = None
+        self._parts_look: tuple[ModelReadings, torch.dtype | None] | None = None
         self._parts_merged: dict[str, MergedWeight] = {}
         self._plain_linears: list[nn.Module] = []  # none if nothing is merged
         self._places: list[list] = []
@@ -126,11 +126,11 @@ class FusedExecutor(DecoderExecutor):
         if not is_same or self._adapters:
             self._look_up_parts()
             self._parts_look = look, self.autocast  # last: after an interrupt all is looked up again
-        self._held = aliases([weight for merged in self._merged.values() for weight in merged.weights], self._held)
+        self._held = keep_alive([weight for merged in self._merged.values() for weight in merged.weights], self._held)
         if self._one_launch is not None:
             self._one_launch.look_again()
 
-    def _check_weights(self, spec: KVSpec, look: Look) -> None:
+    def _check_weights(self, spec: KVSpec, look: ModelReadings) -> None:
         """Check shapes once for every state of the modules, since kernels do not check them in every step."""
         cast = self.autocast
         if self._checked is None or self._checked[0] is not look or self._checked[1] != cast:
@@ -150,7 +150,7 @@ class FusedExecutor(DecoderExecutor):
         if self._copied is None or not self._copied.fit(groups, self.autocast):
             self._drop_copies()  # first: memory may not hold both
             self._copied = CopiedWeights(groups, self.autocast)
-        self._copied.take_back()
+        self._copied.restore()
 
     def _drop_copies(self) -> None:
         if self._copied is not None:
@@ -211,7 +211,7 @@ class FusedExecutor(DecoderExecutor):
         copies = [] if self._copied is None else self._copied.tensors()
         return copies if self._adapters is None else [*copies, *self._adapters.tensors()]
 
-    def _look_up_adapters(self, look: Look) -> None:
+    def _look_up_adapters(self, look: ModelReadings) -> None:
         """Read the adapters of LoRA layers; keeps what was read before if the layers are unchanged."""
         read, groups = (look, self._row_names, self.autocast), self._groups_with_adapters()
         if self._adapters is not None and self._adapters.hold(groups, *read):
@@ -251,24 +251,24 @@ class FusedExecutor(DecoderExecutor):
         same = same and len(held) == len(found) and self._parts_of_layers == self._collect_parts()
         return same and self._rope.is_made_from(self.model.model.rotary_emb)
 
-    def let_go(self) -> None:
+    def drop_references(self) -> None:
         self._qkv, self._gate_up, self._parts_of_layers, self._parts_copies = [], [], [], None
         self._untouched, self._parts_look, self._plain_linears, self._places = None, None, [], []
         self._merged, self._parts_merged, self._held, self._groups = {}, {}, [], None
         if self._one_launch is not None:
-            self._one_launch.let_go()
-        if self._copied is not None and not self._copied.give_back():
+            self._one_launch.drop_references()
+        if self._copied is not None and not self._copied.unmap():
             self._copied = None
 
     def release(self) -> None:
-        self.let_go()
+        self.drop_references()
         self._rope, self._memory, self._checked = RopeTable(), None, None
         self._copied, self._adapters, self._one_launch = None, None, None
 
-    def may_run_at_once(self, rows: int, lengths: np.ndarray) -> bool:
+    def may_use_one_launch(self, rows: int, lengths: np.ndarray) -> bool:
         return self._one_launch is not None and decoder_layers_support.pays_off(rows, lengths)
 
-    def runs_at_once(self, rows: int) -> bool:
+    def uses_one_launch(self, rows: int) -> bool:
         return self._one_launch is not None and self._one_launch.is_ready(rows)
 
     def captured_tensors(self) -> list[torch.Tensor]:
@@ -290,7 +290,7 @@ class FusedExecutor(DecoderExecutor):
         return [*self._qkv, *filter(None, self._gate_up)]
 
     def _look_up_parts(self) -> None:
-        untouched = Untouched(self.model.model)
+        untouched = ModuleSnapshot(self.model.model)
         whole = self.autocast is None and not self.group.is_parallel
         self._joins = whole and makes_parts(self.kv_spec().device)
         groups = [of for i, layer in enumerate(self._layers()) for of in _groups(i, layer).values()]
@@ -370,7 +370,7 @@ class FusedExecutor(DecoderExecutor):
             if wanted is None or i != narrow:
                 mixed = step.attend(i, query, layer.options)
             else:
-                mixed = step.of_wanted().attend(i, query[wanted], layer.options)
+                mixed = step.last_token_step().attend(i, query[wanted], layer.options)
                 residual, rows = residual[wanted], self._adapter_rows(_at(wanted, step.adapters))
             delta, ranks, lora = layer.o_proj(mixed.flatten(1), layer.o_linear, rows)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm, lora)
@@ -406,7 +406,7 @@ class FusedExecutor(DecoderExecutor):
         """Add delta to the residual, and normalize; `lora`: what still has to be added to delta."""
         args = residual, norm.weight, norm.variance_epsilon
         if self._joins and delta.dim() == 3:
-            return self._ops.join_add_rms_norm(delta, *args)
+            return self._ops.sum_splits_add_rms_norm(delta, *args)
         if ranks is SINGLE:  # under autocast linear layers read the normed tensor, and cast it
             if lora is not None:
                 lora_expand_unchecked(delta, *lora)

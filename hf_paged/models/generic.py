@@ -30,7 +30,7 @@ class GenericExecutor(DecoderExecutor):
     def is_current(self) -> bool:
         return True
 
-    def let_go(self) -> None:
+    def drop_references(self) -> None:
         """Do nothing: nothing is kept besides the modules."""
 
     def release(self) -> None:

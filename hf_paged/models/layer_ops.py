@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm_reference, add_rms_norm_unchecked
-from hf_paged.kernels.layer.join_add_rms_norm import join_add_rms_norm_reference, join_add_rms_norm_unchecked
 from hf_paged.kernels.layer.linear import linear_parts_unchecked, linear_silu_mul_unchecked, linear_unchecked
 from hf_paged.kernels.layer.qk_norm_rope_store import (
     qk_norm_rope_store_reference,
@@ -19,6 +18,7 @@ from hf_paged.kernels.layer.qk_norm_rope_store import (
 )
 from hf_paged.kernels.layer.silu_mul import silu_mul_reference, silu_mul_unchecked
 from hf_paged.kernels.layer.store_kv import store_kv_unchecked
+from hf_paged.kernels.layer.sum_splits_add_rms_norm import join_add_rms_norm_reference, join_add_rms_norm_unchecked
 
 
 class LayerOps(NamedTuple):
@@ -29,7 +29,7 @@ class LayerOps(NamedTuple):
 
     linear: Callable[..., torch.Tensor]
     linear_parts: Callable[..., torch.Tensor]
-    join_add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    sum_splits_add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     linear_silu_mul: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]

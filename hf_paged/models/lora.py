@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_paged.guards.adapter_hooks import has_only_names
-from hf_paged.guards.originals import patched_class
+from hf_paged.guards.original_classes import patched_class
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.lora.lora_table import Adapter, Entry, Members, make_tables
 from hf_paged.models.adapted_layers import AdaptedLayers

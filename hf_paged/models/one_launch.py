@@ -99,7 +99,7 @@ class OneLaunch:
         captured, self._captured = self._captured, []
         return captured
 
-    def let_go(self) -> None:
+    def drop_references(self) -> None:
         """Release the memory of weights and caches until the next step."""
         self._key, self._plans = None, {}
 

@@ -12,7 +12,7 @@ from hf_paged.parallel.layers import sharded_class
 ACTIVATIONS = ("act_fn", "activation_fn")
 
 
-class Part(NamedTuple):
+class ModulePart(NamedTuple):
     """Module of a model; `expected` is the class it has to have, None for a layer of any known kind (linear, LoRA)."""
 
     name: str
@@ -21,9 +21,9 @@ class Part(NamedTuple):
     is_activation: bool = False
 
 
-def parts_of(model: nn.Module, family: Family) -> list[Part]:
+def parts_of(model: nn.Module, family: Family) -> list[ModulePart]:
     """Return all modules inside `model`, except modules inside of a layer that is called as it stands."""
-    parts: list[Part] = []
+    parts: list[ModulePart] = []
     classes = {name: family.classes(name) for name in family.parts}
     if experts := classes.get("experts"):
         classes["experts"] = (*experts, *map(sharded_class, experts))
@@ -38,7 +38,7 @@ def parts_of(model: nn.Module, family: Family) -> list[Part]:
     return parts
 
 
-def _collect(parts: list[Part], path: str, module: nn.Module, classes: dict[str, tuple[type, ...]]) -> None:
+def _collect(parts: list[ModulePart], path: str, module: nn.Module, classes: dict[str, tuple[type, ...]]) -> None:
     for key, child in module._modules.items():
         if child is None:
             continue
@@ -50,15 +50,15 @@ def _collect(parts: list[Part], path: str, module: nn.Module, classes: dict[str,
         elif key in classes:
             _add(parts, name, child, classes[key], classes)
         elif key in ACTIVATIONS:
-            parts.append(Part(name, child, None, is_activation=True))
+            parts.append(ModulePart(name, child, None, is_activation=True))
         else:
-            parts.append(Part(name, child, nn.Dropout if type(child) is nn.Dropout else None))
+            parts.append(ModulePart(name, child, nn.Dropout if type(child) is nn.Dropout else None))
 
 
-def _add(parts: list[Part], name: str, module: nn.Module, allowed: tuple[type, ...],
+def _add(parts: list[ModulePart], name: str, module: nn.Module, allowed: tuple[type, ...],
          classes: dict[str, tuple[type, ...]]) -> None:
     if type(module) in allowed:
-        parts.append(Part(name, module, type(module)))
+        parts.append(ModulePart(name, module, type(module)))
         _collect(parts, name, module, classes)
     else:
-        parts.append(Part(name, module, allowed[0]))
+        parts.append(ModulePart(name, module, allowed[0]))

@@ -23,10 +23,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_paged.errors import FallbackError, Reason
 from hf_paged.guards.adapter_hooks import names_in
-from hf_paged.guards.facts import Facts
+from hf_paged.guards.snapshot import ModelSnapshot
 from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models.fsdp import Shard, Sharding, is_hook, is_sharded, plain_class, sharding_of
-from hf_paged.parallel.gather import Gatherer, Part
+from hf_paged.parallel.gather import Gatherer, GatherShard
 from hf_paged.parallel.rendezvous import Rendezvous
 from hf_paged.process_lock import ProcessLock
 
@@ -48,7 +48,7 @@ class Replica:
 
     def __init__(self, source: Any) -> None:
         self._source: Callable[[], Any] = weakref.ref(source)
-        self._facts: Facts | None = None
+        self._facts: ModelSnapshot | None = None
         self._reason: Reason | None = None
         self._sharding: Sharding | None = None
         self._model: Any = None
@@ -118,7 +118,7 @@ class Replica:
         source = self._source()
         if self._facts is not None and self._facts.hold(source):
             return self._reason
-        facts = Facts(source)  # first, so that later changes are noticed
+        facts = ModelSnapshot(source)  # first, so that later changes are noticed
         sharding = sharding_of(source)
         if isinstance(sharding, Reason):
             self._facts, self._sharding, self._reason = None, None, sharding
@@ -202,12 +202,12 @@ class Replica:
         for whole, _ in self._wholes.values():
             whole.data = _empty(whole.shape, whole.dtype, whole.device)
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[GatherShard]:
         for whole, shard in self._wholes.values():
             if not _has_memory(whole):
                 with torch.inference_mode(False):
                     whole.data = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
-            yield Part(shard.local(), whole.data, *shard.cut())
+            yield GatherShard(shard.local(), whole.data, *shard.cut())
 
     def _rendezvous(self) -> Rendezvous:
         """Return the model's rendezvous, which all of its engines share."""

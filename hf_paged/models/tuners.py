@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from hf_paged.errors import Reason
-from hf_paged.guards.originals import patched_class
-from hf_paged.guards.remedies import UNDO_PATCH
+from hf_paged.guards.hints import UNDO_PATCH
+from hf_paged.guards.original_classes import patched_class
 
 BASE = "__base__"  # PEFT's name for rows that no adapter is applied to
 # Classes of PEFT that apply an adapter row by row, with the arithmetic of `lora_rows`.

@@ -38,7 +38,7 @@ class _Life:
     chunks: deque[_Chunk] = field(default_factory=deque)
 
 
-class Lives:
+class RequestTimelines:
     """Tracks of requests that arrived while recorded, each with a span that contains the spans of its phases.
 
     Args:

@@ -12,10 +12,10 @@ from hf_paged.device.captures import capture_lock
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.observer import Committed, Launched, Observer
 from hf_paged.engine.session import Request
-from hf_paged.observe.request_timelines import Lives
+from hf_paged.observe.request_timelines import RequestTimelines
 from hf_paged.observe.trace_file import TraceFile
 from hf_paged.outputs import StepOutput
-from hf_paged.runner.device_times import Piece
+from hf_paged.runner.device_times import TimedSection
 from hf_paged.scheduler import StepPlan
 from hf_paged.scheduler.block_use import block_use
 
@@ -37,11 +37,11 @@ class Recorder(Observer):
         self.engine = weakref.ref(engine)
         self._file = file
         self._number = 0
-        self._lives: Lives | None = None
+        self._lives: RequestTimelines | None = None
         self._launched: deque[tuple[StepPlan, int]] = deque()  # undelivered steps and their numbers
         self._is_named = False
         self._clock: DeviceClock | None = None
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[TimedSection] = deque()
         self._committed_at = self._look_again = 0.0
         self._bytes = engine.kv_reads.num_bytes, engine.kv_reads.num_saved_bytes
 
@@ -106,10 +106,10 @@ class Recorder(Observer):
         """Return the engine's process id in the file; its requests have the next one."""
         return 2 * self._number - 1
 
-    def _first_lives(self) -> Lives:
+    def _first_lives(self) -> RequestTimelines:
         if self._lives is None:
             self._number = self._file.next_number()
-            self._lives = Lives(self._file, self._pid + 1, f"requests of engine {self._number}")
+            self._lives = RequestTimelines(self._file, self._pid + 1, f"requests of engine {self._number}")
         return self._lives
 
     def _name_tracks(self) -> None:
@@ -126,7 +126,7 @@ class Recorder(Observer):
 
     # -- the device -------------------------------------------------------------------------------------------------
 
-    def _take_pieces(self, taken: tuple[Piece, ...]) -> None:
+    def _take_pieces(self, taken: tuple[TimedSection, ...]) -> None:
         engine = self.engine()
         if not taken or engine is None:
             return

@@ -12,7 +12,7 @@ OUTPUT = "output_token_ids"
 
 
 @dataclass(frozen=True)
-class Made:
+class PreviousOutput:
     """Output of before, which counts as generated.
 
     Attributes:
@@ -31,7 +31,7 @@ class Made:
     seed: int | None = None
     top_logprobs: list[Any] | None = None
 
-    def checked(self, vocab_size: int, max_new_tokens: int, logprobs_kind: str | None) -> Made:
+    def checked(self, vocab_size: int, max_new_tokens: int, logprobs_kind: str | None) -> PreviousOutput:
         """The same with a list of ints, if it can be gone on from with these settings.
 
         Raises:
@@ -65,19 +65,19 @@ class Made:
         return list(last_of([VersionRun(None, count)], count))
 
 
-def split_output(prompt: Any) -> tuple[Any, Made | None]:
+def split_output(prompt: Any) -> tuple[Any, PreviousOutput | None]:
     """A prompt in one of the forms of `prompt_ids`, and what was made of it, if anything is given.
 
     Raises:
         TypeError: output that is no sequence, or versions that are none.
     """
     if isinstance(prompt, Completion):
-        return prompt.prompt_token_ids, Made(prompt.token_ids, prompt.logprobs, prompt.logprobs_kind,
+        return prompt.prompt_token_ids, PreviousOutput(prompt.token_ids, prompt.logprobs, prompt.logprobs_kind,
                                              tuple(VersionRun(*run) for run in prompt.version_runs), prompt.seed,
                                              prompt.top_logprobs)
     if isinstance(prompt, dict) and prompt.get(OUTPUT) is not None:
         output = prompt[OUTPUT]
         if isinstance(output, (str, bytes)) or not hasattr(output, "__len__"):
             raise TypeError(f"{OUTPUT}={output!r:.80}: expected token ids, got {type(output).__name__}")
-        return {name: value for name, value in prompt.items() if name != OUTPUT}, Made(output)
+        return {name: value for name, value in prompt.items() if name != OUTPUT}, PreviousOutput(output)
     return prompt, None

@@ -9,7 +9,7 @@ from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
 from hf_paged.errors import Reason
-from hf_paged.guards.originals import patched_class
+from hf_paged.guards.original_classes import patched_class
 from hf_paged.options.table import classes
 
 ALWAYS = (processors.LogitsProcessorList, criteria.StoppingCriteriaList, criteria.MaxLengthCriteria)

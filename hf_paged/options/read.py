@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_paged.guards.originals import MERGING
+from hf_paged.guards.original_classes import MERGING
 from hf_paged.options.arguments import merge_config
 from hf_paged.options.request_options import RequestOptions, RequestSettings, settings_with
 from hf_paged.options.settings import reads_prompt_length, settings_from_config

@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     dtype: str
 
 
-class Piece(NamedTuple):
+class CheckpointSlice(NamedTuple):
     """Slice `start` to `stop` along `dim` of the tensor `key`, or of its `matrix`-th matrix, and its target.
 
     `target` is a contiguous vector or matrix on any device and in any float dtype.
@@ -112,7 +112,8 @@ def catalogue(files: Iterable[str]) -> dict[str, Entry]:
     return entries
 
 
-def read(pieces: Iterable[Piece], entries: dict[str, Entry], check: Callable[[], None] = lambda: None) -> None:
+def read(pieces: Iterable[CheckpointSlice], entries: dict[str, Entry],
+         check: Callable[[], None] = lambda: None) -> None:
     """Fill every piece's target, all on one device; each thread uses a few chunks of host memory at a time.
 
     Args:
@@ -137,7 +138,7 @@ def read(pieces: Iterable[Piece], entries: dict[str, Entry], check: Callable[[],
             worker.result()
 
 
-def same(pieces: Iterable[Piece], entries: dict[str, Entry]) -> bool:
+def same(pieces: Iterable[CheckpointSlice], entries: dict[str, Entry]) -> bool:
     """Return whether the targets hold already what `read` would write."""
     for file, chunks in _batches(pieces, entries):
         with safe_open(file, framework="pt") as handle:
@@ -147,9 +148,9 @@ def same(pieces: Iterable[Piece], entries: dict[str, Entry]) -> bool:
     return True
 
 
-def _batches(pieces: Iterable[Piece], entries: dict[str, Entry]) -> Iterator[tuple[str, list[_Chunk]]]:
+def _batches(pieces: Iterable[CheckpointSlice], entries: dict[str, Entry]) -> Iterator[tuple[str, list[_Chunk]]]:
     """Yield batches of chunks of one file, as many as may be mapped at once, in the order of the file's pieces."""
-    by_file: dict[str, list[Piece]] = {}
+    by_file: dict[str, list[CheckpointSlice]] = {}
     for piece in pieces:
         if piece.start < piece.stop:
             by_file.setdefault(entries[piece.key].file, []).append(piece)
@@ -167,7 +168,7 @@ def _batches(pieces: Iterable[Piece], entries: dict[str, Entry]) -> Iterator[tup
             yield file, batch
 
 
-def _chunks(piece: Piece, entry: Entry) -> Iterator[_Chunk]:
+def _chunks(piece: CheckpointSlice, entry: Entry) -> Iterator[_Chunk]:
     """Yield rows of the target in chunks: contiguous in memory, and in the file at most columns are left out."""
     matrix = () if piece.matrix is None else (slice(piece.matrix, piece.matrix + 1),)
     width = entry.shape[-1] if piece.target.ndim == 2 else 1

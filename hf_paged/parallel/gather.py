@@ -14,7 +14,7 @@ BUCKET_BYTES = 256 << 20
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Part(NamedTuple):
+class GatherShard(NamedTuple):
     """This rank's part of a tensor.
 
     Attributes:
@@ -44,14 +44,16 @@ class Part(NamedTuple):
 
 
 class Gatherer:
-    """Function that fills `Part.whole` of all parts. It allocates when made, so that no rank fails between collectives.
+    """Function that fills `GatherShard.whole` of all shards.
+
+    It allocates when made, so that no rank fails between collectives.
 
     Args:
         parts: parts, in the same order on all ranks.
         bucket_bytes: bytes that a rank receives in a collective at most.
     """
 
-    def __init__(self, parts: Iterable[Part], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, parts: Iterable[GatherShard], bucket_bytes: int = BUCKET_BYTES) -> None:
         parts = list(parts)
         self._copied = [part for part in parts if part.dim is None]
         self._buckets = _buckets([part for part in parts if part.dim is not None], bucket_bytes)
@@ -73,7 +75,7 @@ class Gatherer:
         for bucket in self._buckets:
             self._gather(bucket)
 
-    def _gather(self, bucket: list[Part]) -> None:
+    def _gather(self, bucket: list[GatherShard]) -> None:
         group, dtype, device = bucket[0].group, bucket[0].whole.dtype, bucket[0].whole.device
         world, size = dist.get_world_size(group), _sent_bytes(bucket)
         sent, got = (memory[:n] for memory, n in zip(self._memory[device], (size, size * world), strict=True))
@@ -97,9 +99,9 @@ class Gatherer:
                 part.whole.narrow(part.dim, first, count).copy_(piece.narrow(part.dim, 0, count))
 
 
-def _buckets(parts: Sequence[Part], most: int) -> list[list[Part]]:
+def _buckets(parts: Sequence[GatherShard], most: int) -> list[list[GatherShard]]:
     """Return buckets of neighbouring parts of one group, dtype and device, of at most `most` bytes."""
-    buckets: list[list[Part]] = []
+    buckets: list[list[GatherShard]] = []
     for part in parts:
         alike = buckets and _kind(buckets[-1][0]) == _kind(part)
         if not alike or _sent_bytes([*buckets[-1], part]) * dist.get_world_size(part.group) > most:
@@ -108,9 +110,9 @@ def _buckets(parts: Sequence[Part], most: int) -> list[list[Part]]:
     return buckets
 
 
-def _kind(part: Part) -> tuple:
+def _kind(part: GatherShard) -> tuple:
     return id(part.group), part.whole.dtype, part.whole.device
 
 
-def _sent_bytes(bucket: Sequence[Part]) -> int:
+def _sent_bytes(bucket: Sequence[GatherShard]) -> int:
     return sum(part.padded_size for part in bucket) * bucket[0].whole.element_size()

@@ -10,7 +10,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from hf_paged.parallel.checkpoint import DTYPES, Entry, Piece, catalogue, find_files, read, same
+from hf_paged.parallel.checkpoint import DTYPES, CheckpointSlice, Entry, catalogue, find_files, read, same
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.layers import ShardedExperts, shard_of
 from hf_paged.parallel.named_weights import ignored_keys
@@ -81,7 +81,7 @@ def _allocate(model: PreTrainedModel, device: torch.device) -> None:
 
 def _fill(model: PreTrainedModel, path: str, entries: dict[str, Entry], check: Callable[[], None]) -> None:
     keys = _Keys(model, path, entries)
-    pieces: list[Piece] = []
+    pieces: list[CheckpointSlice] = []
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             key = f"{module_name}.{name}"
@@ -136,17 +136,18 @@ class _Keys:
         return name if self._has_prefix else name.removeprefix(self._prefix)
 
 
-def _pieces(keys: _Keys, module: nn.Module, name: str, shard: Shard, data: torch.Tensor) -> list[Piece]:
+def _pieces(keys: _Keys, module: nn.Module, name: str, shard: Shard, data: torch.Tensor) -> list[CheckpointSlice]:
     """Return the pieces to read for one parameter, whose padding is zeroed here."""
     if shard.padding:
         data.narrow(shard.dim, data.shape[shard.dim] - shard.padding, shard.padding).zero_()
     if data.ndim < 3:
         key = keys.use(name, shard.shape)
-        return [Piece(key, shard.dim, start, stop, target) for start, stop, target in _targets(shard, data, shard.dim)]
+        return [CheckpointSlice(key, shard.dim, start, stop, target)
+                for start, stop, target in _targets(shard, data, shard.dim)]
     if keys.has(name) or not isinstance(module, ShardedExperts):
         key = keys.use(name, shard.shape)
         return [
-            Piece(key, shard.dim - 1, start, stop, target, index)
+            CheckpointSlice(key, shard.dim - 1, start, stop, target, index)
             for index in range(len(data))
             for start, stop, target in _targets(shard, data[index], shard.dim - 1)
         ]
@@ -160,7 +161,7 @@ def _targets(shard: Shard, data: torch.Tensor, dim: int) -> Iterator[tuple[int, 
         offset += stop - start
 
 
-def _pieces_by_expert(keys: _Keys, name: str, shard: Shard, data: torch.Tensor) -> Iterator[Piece]:
+def _pieces_by_expert(keys: _Keys, name: str, shard: Shard, data: torch.Tensor) -> Iterator[CheckpointSlice]:
     """Yield pieces of a checkpoint with gate, up and down matrices per expert; gate and up are one model parameter."""
     experts, _, fused = name.rpartition(".")
     _, height, width = shard.shape
@@ -170,7 +171,7 @@ def _pieces_by_expert(keys: _Keys, name: str, shard: Shard, data: torch.Tensor) 
         for part, (start, stop, target) in enumerate(_targets(shard, data[index], shard.dim - 1)):
             key = keys.use(f"{experts}.{index}.{names[part]}.weight", (height, width))
             offset = part * height
-            yield Piece(key, shard.dim - 1, start - offset, stop - offset, target)
+            yield CheckpointSlice(key, shard.dim - 1, start - offset, stop - offset, target)
 
 
 def _generation_config(path_or_id: str, files: dict[str, Any]) -> GenerationConfig:

@@ -28,7 +28,7 @@ _EXPERT = re.compile(r"(?P<experts>.+)\.(?P<index>\d+)\.(?P<part>gate_proj|up_pr
 _PARTS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
 
 
-class Covers(NamedTuple):
+class ShardRange(NamedTuple):
     """Part of the model that a checkpoint's tensor covers: a tensor by its first name, or an expert's matrix in it."""
 
     name: str
@@ -36,7 +36,7 @@ class Covers(NamedTuple):
     part: int = 0
 
 
-class Place(NamedTuple):
+class WeightLocation(NamedTuple):
     """Destination of a checkpoint's tensor on this rank: the part of it that `shard` describes goes into `data`.
 
     `covers` is equal for two names of tied weights.
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
     data: torch.Tensor
     shard: Shard
-    covers: Covers
+    covers: ShardRange
 
     def chunks(self, most_bytes: int) -> Iterator[tuple[int, int]]:
         """Return ranges [start, stop) of rows of the whole tensor, of at most so many bytes or of one row."""
@@ -87,7 +87,7 @@ class NamedWeights:
         """Return whether a name is a tensor of old checkpoints that transformers ignores as well."""
         return any(pattern.search(name) for pattern in self._ignored)
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> WeightLocation:
         """Return the place of a name; ValueError if there is no such name, or its tensor cannot be written."""
         if (found := self._find(name)) is None and (of_expert := _EXPERT.fullmatch(name)) is not None:
             return self._place_of_expert(name, of_expert)
@@ -100,7 +100,7 @@ class NamedWeights:
         shard, data = _shard_of(module, key, tensor), tensor.data
         if not data.ndim:
             shard, data = Shard.whole((1,)), data.view(1)
-        return Place(data, shard, Covers(self._names[id(tensor)]))
+        return WeightLocation(data, shard, ShardRange(self._names[id(tensor)]))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the whole tensor; ValueError as from `place`."""
@@ -122,7 +122,7 @@ class NamedWeights:
         tensor: torch.Tensor = getattr(*self._modules[name])
         return tensor.detach()
 
-    def missing(self, covered: Collection[Covers]) -> list[str]:
+    def missing(self, covered: Collection[ShardRange]) -> list[str]:
         """Return names that are not covered: of tied weights the first, of experts' matrices their common tensor."""
         counts = Counter(covers.name for covers in covered)
         whole = {covers.name for covers in covered if covers.expert is None}
@@ -135,7 +135,7 @@ class NamedWeights:
                 return *found, getattr(*found)
         return None
 
-    def _place_of_expert(self, name: str, match: re.Match) -> Place:
+    def _place_of_expert(self, name: str, match: re.Match) -> WeightLocation:
         """Return the place of one expert's gate, up or down matrix, if the model keeps all experts in one tensor."""
         key, part = _PARTS[match["part"]]
         found = self._find(f"{match['experts']}.{key}")
@@ -153,7 +153,7 @@ class NamedWeights:
         start, stop = shard.ranges[part]
         data = tensor.data[index].narrow(shard.dim - 1, part * (stop - start), stop - start)
         own = Shard((inner, width), shard.dim - 1, ((start - part * inner, stop - part * inner),))
-        return Place(data, own, Covers(self._names[id(tensor)], index, part))
+        return WeightLocation(data, own, ShardRange(self._names[id(tensor)], index, part))
 
 
 def ignored_keys(model: Any) -> list[re.Pattern]:
@@ -177,7 +177,7 @@ def check_tensor(name: object, tensor: object, weights: NamedWeights) -> None:
         raise ValueError(f"{name!r} is {tensor.dtype}: expected a dtype of 16 bits or more")
 
 
-def write(place: Place, tensor: torch.Tensor | None, group: ParallelGroup, *, compare: bool = False) -> bool:
+def write(place: WeightLocation, tensor: torch.Tensor | None, group: ParallelGroup, *, compare: bool = False) -> bool:
     """Write this rank's part of a whole tensor, or return whether all ranks have its values already (`compare`).
 
     Args:
@@ -212,17 +212,17 @@ def gather(weights: NamedWeights, name: str, group: ParallelGroup) -> torch.Tens
     shard = weights.place(name).shard
     whole = torch.empty(shard.shape, dtype=tensor.dtype, device="cpu") if group.rank == 0 else None
     edges = group.all_gather_numbers([edge for pair in shard.ranges for edge in pair])
-    part = Place(tensor, Shard.whole(tuple(tensor.shape)), Covers(name))
+    part = WeightLocation(tensor, Shard.whole(tuple(tensor.shape)), ShardRange(name))
     for first, end in part.chunks(CHUNK_BYTES // group.size):
         rows = group.all_gather(tensor[first:end].contiguous().view(torch.uint8)).view(tensor.dtype)
         if whole is not None:
             for data, of_rank in zip(rows, edges, strict=True):
                 ranges = tuple(zip(of_rank[::2], of_rank[1::2], strict=True))
-                _put_back(Place(data, Shard(shard.shape, shard.dim, ranges), Covers(name)), first, whole)
+                _put_back(WeightLocation(data, Shard(shard.shape, shard.dim, ranges), ShardRange(name)), first, whole)
     return whole
 
 
-def _put_back(part: Place, first: int, whole: torch.Tensor) -> None:
+def _put_back(part: WeightLocation, first: int, whole: torch.Tensor) -> None:
     """Copy `part.data`, a rank's rows from row `first` of its part on, to their place in `whole`, without padding."""
     offset = 0
     for start, stop in part.shard.ranges:

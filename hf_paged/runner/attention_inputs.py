@@ -13,7 +13,7 @@ from hf_paged.kernels.attention.types import DecodeWork, GroupedWork, PagedMetad
 from hf_paged.kernels.step_inputs import StepInputs
 from hf_paged.models import KVSpec
 from hf_paged.runner.request_state import RequestState
-from hf_paged.runner.step_context import Ends, Parts
+from hf_paged.runner.step_context import LastTokens, Parts
 from hf_paged.scheduler import StepPlan
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
@@ -26,7 +26,7 @@ class AttentionInputs(AttentionPlanner):
         self._state = state
 
     def parts(self, plan: StepPlan, query_start: np.ndarray, slot_mapping: torch.Tensor, *,
-              ends: bool) -> tuple[Parts, Ends | None]:
+              ends: bool) -> tuple[Parts, LastTokens | None]:
         """An eager step: decode rows and prefill rows are parts of their own, each with its own attention kernel.
 
         ``ends``: the last tokens of rows may be all that is read; they are where some row has more, and no tile reads
@@ -61,7 +61,7 @@ class AttentionInputs(AttentionPlanner):
             last_parts.append((a, b, meta))
         if not ends:
             return parts, None
-        return parts, Ends(upload(query_start[1:].astype(np.int64) - 1, device), last_parts)
+        return parts, LastTokens(upload(query_start[1:].astype(np.int64) - 1, device), last_parts)
 
     def _read_once(self, meta: PagedMetadata) -> PagedMetadata:
         return self.backend.read_once(meta, self.spec)

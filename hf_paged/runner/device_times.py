@@ -12,7 +12,7 @@ import torch
 _MOST_PIECES = 4096
 
 
-class Piece(NamedTuple):
+class TimedSection(NamedTuple):
     """Device work between two events of one stream, with a ``name``."""
 
     name: str
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 class _Pieces(threading.local):
     def __init__(self) -> None:
-        self.known: deque[Piece] = deque(maxlen=_MOST_PIECES)
+        self.known: deque[TimedSection] = deque(maxlen=_MOST_PIECES)
 
 
 _pieces = _Pieces()
@@ -53,10 +53,10 @@ def end(name: str, began: torch.cuda.Event | None) -> None:
     if began is not None:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        _pieces.known.append(Piece(name, began, event))
+        _pieces.known.append(TimedSection(name, began, event))
 
 
-def take() -> tuple[Piece, ...]:
+def take() -> tuple[TimedSection, ...]:
     """Return the pieces that this thread launched since the last call, in order."""
     taken = tuple(_pieces.known)
     _pieces.known.clear()

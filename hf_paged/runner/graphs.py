@@ -22,11 +22,11 @@ import torch
 
 from hf_paged.device.captures import capture_lock, captures
 from hf_paged.device.upload import upload
-from hf_paged.guards.facts import tensors_inside
 from hf_paged.guards.inner_tensors import watched
+from hf_paged.guards.snapshot import tensors_inside
 from hf_paged.kernels.build.compiling import compiled_together
 from hf_paged.models import ModelExecutor
-from hf_paged.models.aliases import aliases
+from hf_paged.models.keep_alive import keep_alive
 from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
@@ -40,7 +40,7 @@ from hf_paged.scheduler import StepPlan
 _PLACE: tuple[Callable, ...] = torch.Tensor.data_ptr, attrgetter("shape"), torch.Tensor.stride  # `Look` compares dtypes
 
 
-class Undrawn(NamedTuple):
+class ReplayedLogits(NamedTuple):
     """A step of decode rows replayed up to the logits; `StepGraphs.draw` samples it, before any other replay.
 
     ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are outputs of ``graph``;
@@ -69,7 +69,7 @@ class Captured(NamedTuple):
     kept: tuple[torch.Tensor, ...] = ()
 
 
-class Place(NamedTuple):
+class GraphRows(NamedTuple):
     """Rows of a step, and the index of the first of them among the rows of a graph."""
 
     rows: slice
@@ -81,12 +81,12 @@ class Place(NamedTuple):
         return slice(self.first, self.first + self.rows.stop - self.rows.start)
 
 
-class Part(NamedTuple):
+class GraphCall(NamedTuple):
     """A graph that computes rows of a step, with its inputs."""
 
     captured: Captured
     inputs: tuple[np.ndarray, ...]
-    places: tuple[Place, ...]
+    places: tuple[GraphRows, ...]
 
 
 class Padded(NamedTuple):
@@ -136,7 +136,7 @@ class StepGraphs:
         if signature != self._model_signature:
             self.drop()
         self._model_signature = signature
-        self._held = aliases(tensors, self._held)
+        self._held = keep_alive(tensors, self._held)
 
     def is_current(self) -> bool:
         """Return whether no tensor of a module moved and no other adapter became active since the last `check`."""
@@ -150,7 +150,7 @@ class StepGraphs:
         parameters, buffers = tensors_inside(self._executor.model)
         return watched([*parameters, *buffers, *self._executor.plain_tensors(), *self._executor.own_tensors()])
 
-    def let_go(self) -> None:
+    def drop_references(self) -> None:
         """Keep the graphs but not the memory that they read, until `check` finds all tensors in their places."""
         self._held = []
 
@@ -196,7 +196,7 @@ class StepGraphs:
             made.append(self._replay(captured)[place.made].clone())  # the next replay overwrites the result
         return made[0] if len(made) == 1 else torch.cat(made)
 
-    def undrawn(self, plan: StepPlan) -> Undrawn | None:
+    def undrawn(self, plan: StepPlan) -> ReplayedLogits | None:
         """Replay a step of decode rows, all of which sample, up to the logits; returns None if no graph fits."""
         self._drop_if_moved()
         decodes = plan.num_decode_rows
@@ -213,9 +213,9 @@ class StepGraphs:
             self._send(captured, padded.inputs)
         memory = self._memory(), self.num_dropped
         logits, rows = self._replay(captured)
-        return Undrawn(captured.graph, rows, logits, decodes, memory)
+        return ReplayedLogits(captured.graph, rows, logits, decodes, memory)
 
-    def foresee(self, plan: StepPlan) -> None:
+    def prefetch_inputs(self, plan: StepPlan) -> None:
         """Send the inputs of `undrawn` for this plan, the next step, after a forward whose tokens are not sampled yet.
 
         Has no effect if the step has no graph yet.
@@ -232,7 +232,7 @@ class StepGraphs:
         """Return whether the device has the inputs of `undrawn` for this plan."""
         return self._foreseen is not None and self._foreseen[0] is plan
 
-    def draw(self, step: Undrawn, masks: HostMasks | None, stages: frozenset[str], result: torch.Tensor,
+    def draw(self, step: ReplayedLogits, masks: HostMasks | None, stages: frozenset[str], result: torch.Tensor,
              logprobs: Mapping[str, torch.Tensor]) -> bool:
         """Sample the tokens of a step of `undrawn`, under masks of its rows; returns False if no graph can.
 
@@ -282,7 +282,7 @@ class StepGraphs:
         return self._mask_words
 
     def _parts(self, plan: StepPlan, scored: tuple[str, ...] = (), *, with_logits: bool = False,
-               draws: bool = True) -> list[Part] | None:
+               draws: bool = True) -> list[GraphCall] | None:
         """Return the graphs of a step's decode rows and of its prompts, or a common one; None if no graph fits.
 
         The graphs sample tokens and make the log-probabilities named in `scored`, or end at the logits.
@@ -301,21 +301,21 @@ class StepGraphs:
                 **self._of_slots(slots))
             padded = Padded(shape, (*decode_inputs, *prompts.inputs))
             if (captured := self._get(padded)) is not None:
-                places = Place(slice(0, decodes)), Place(slice(decodes, len(slots)), size)
-                return [Part(captured, padded.inputs, places)]
-        parts: list[Part] = []
+                places = GraphRows(slice(0, decodes)), GraphRows(slice(decodes, len(slots)), size)
+                return [GraphCall(captured, padded.inputs, places)]
+        parts: list[GraphCall] = []
         if decodes:
             padded = (self._decode_rows(plan, "decode", scored, with_logits) if draws
                       else self._decode_rows(plan, "logits"))
             if (captured := self._get(padded)) is None:
                 return None
-            parts.append(Part(captured, padded.inputs, (Place(slice(0, decodes)),)))
+            parts.append(GraphCall(captured, padded.inputs, (GraphRows(slice(0, decodes)),)))
         if prompts is not None:
             shape = prompts.shape._replace(**self._of_slots(slots[decodes:], draws))
             shape = shape._replace(kind="prompts", scored=scored) if draws else shape
             if (captured := self._get(Padded(shape, prompts.inputs))) is None:
                 return None
-            parts.append(Part(captured, prompts.inputs, (Place(slice(decodes, len(slots))),)))
+            parts.append(GraphCall(captured, prompts.inputs, (GraphRows(slice(decodes, len(slots))),)))
         return parts
 
     def _prompts(self, plan: StepPlan, size: int) -> Padded:
@@ -379,7 +379,7 @@ class StepGraphs:
         """Return the decode rows of a step for a graph of this kind."""
         size, slots = self.steps.decode_size(plan), plan.slots[: plan.num_decode_rows]
         # Guesses are rows of one sequence, of which a later one reads what an earlier one writes.
-        one_launch = plan.drafts is None and self._executor.may_run_at_once(size, plan.start[: len(slots)])
+        one_launch = plan.drafts is None and self._executor.may_use_one_launch(size, plan.start[: len(slots)])
         shape = StepShape(kind, rows=size, scored=scored, with_logits=with_logits, one_launch=one_launch,
                           **self._of_slots(slots, kind == "decode"))
         if one_launch and plan.groups is None:
@@ -394,7 +394,7 @@ class StepGraphs:
 
     def _key(self, shape: StepShape) -> StepShape:
         """Return the key of a graph, whose `one_launch` says whether one launch computes all layers."""
-        return shape._replace(one_launch=shape.one_launch and self._executor.runs_at_once(shape.rows))
+        return shape._replace(one_launch=shape.one_launch and self._executor.uses_one_launch(shape.rows))
 
     def _get(self, padded: Padded, *kept: torch.Tensor) -> Captured | None:
         """Return the graph of a step, captured with its inputs if new; None if it cannot be captured.

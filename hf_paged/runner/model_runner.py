@@ -19,7 +19,7 @@ from hf_paged.kernels.build.compiling import compiled_together
 from hf_paged.models import KVSpec, ModelExecutor
 from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
-from hf_paged.runner.graphs import StepGraphs, Undrawn
+from hf_paged.runner.graphs import ReplayedLogits, StepGraphs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.kv_reads import KVReads
 from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_log_probs
@@ -33,7 +33,7 @@ from hf_paged.scheduler import StepPlan
 Result = TypeVar("Result")
 
 
-class Unsampled(NamedTuple):
+class PendingSample(NamedTuple):
     """Rows of a launched step whose tokens `ModelRunner.sample` will sample, once their masks are known.
 
     ``logits`` [n, V] (a rank's columns) of the rows ``rows`` of R; ``slots`` and ``positions`` [n] int64 on the host;
@@ -48,7 +48,7 @@ class Unsampled(NamedTuple):
     stages: frozenset[str]
     result: torch.Tensor
     logprobs: Mapping[str, torch.Tensor]
-    undrawn: Undrawn | None = None
+    undrawn: ReplayedLogits | None = None
 
 
 class StepHandle(NamedTuple):
@@ -71,7 +71,7 @@ class StepHandle(NamedTuple):
     spans: tuple[PromptSpan, ...] = ()
     heard: torch.Tensor | None = None
     logits: torch.Tensor | None = None
-    unsampled: Unsampled | None = None
+    unsampled: PendingSample | None = None
     prompt_tops: torch.Tensor | None = None
 
     def wait(self) -> np.ndarray:
@@ -140,8 +140,8 @@ class ModelRunner:
             DriverError: If the driver did not release all of it.
         """
         if self.graphs is not None:
-            self.graphs.let_go()
-        self.executor.let_go()
+            self.graphs.drop_references()
+        self.executor.drop_references()
         self.cache.release()
 
     def is_current(self) -> bool:
@@ -217,7 +217,7 @@ class ModelRunner:
         if graphs is not None and not first and (undrawn := graphs.undrawn(plan)) is not None:
             self._count_reads(plan)
             logits = undrawn.logits[: undrawn.num_rows]
-            unsampled = Unsampled(logits, rows, slots, positions, stages, result, logprobs, undrawn)
+            unsampled = PendingSample(logits, rows, slots, positions, stages, result, logprobs, undrawn)
             return StepHandle(result, None, logprobs, unsampled=unsampled)
         every = None if graphs is None else graphs.row_logits(plan)
         scored, tops, spans = None, None, [span._replace(row=first + span.row) for span in wanted.prompt]
@@ -233,19 +233,19 @@ class ModelRunner:
                 scored, tops = self._score_prompts(plan, computed, spans, wanted.prompt_top)
             device_times.end("eager up to the logits", began)
         logits = every if len(rows) == len(every) else every[upload(rows, self.device)]
-        unsampled = Unsampled(logits, rows, slots, positions, stages, result, logprobs)
+        unsampled = PendingSample(logits, rows, slots, positions, stages, result, logprobs)
         own = {kind: values[first:] for kind, values in logprobs.items()}
         return StepHandle(result[first:], None, own, scored, wanted.prompt, None, every[:first] if first else None,
                           unsampled, tops)
 
-    def foresee(self, plan: StepPlan) -> None:
+    def prefetch_inputs(self, plan: StepPlan) -> None:
         """Send the inputs of this plan, the next to launch, while the current step waits for token masks.
 
         Only for a step without new rows: a new row's slot may be in use until the current tokens are sampled.
         """
         if self.graphs is not None and not plan.admitted and plan.drafts is None:
             self._update_state(plan, [])
-            self.graphs.foresee(plan)
+            self.graphs.prefetch_inputs(plan)
 
     def sample(self, handle: StepHandle, masks: HostMasks | None) -> StepHandle:
         """Enqueue the sampling of a step of `launch_unsampled`, before any other step.
@@ -339,8 +339,8 @@ class ModelRunner:
         adapters = self.state.adapters.of(token_slots) if self.state.adapters.any_named(plan.slots) else None
         # With drafts, and with prompts that share a prefix, a later row reads KV that an earlier row writes.
         decodes_alone = plan.num_decode_rows == len(plan.slots) and plan.drafts is None
-        at_once = decodes_alone and self.executor.may_run_at_once(len(num_new), plan.start)
-        step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters, at_once,
+        one_launch = decodes_alone and self.executor.may_use_one_launch(len(num_new), plan.start)
+        step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters, one_launch,
                          ends)
         hidden = self.executor.hidden_states(input_ids, step)
         if ends is None:

@@ -28,7 +28,7 @@ from hf_paged.models import ModelExecutor
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
-from hf_paged.runner.step_context import Ends, PagedStep, Parts
+from hf_paged.runner.step_context import LastTokens, PagedStep, Parts
 from hf_paged.runner.step_shape import GroupedTiles, StepShape
 from hf_paged.sampling.token_mask import TokenMasks
 from hf_paged.sampling.top_log_probs import shape_of
@@ -333,7 +333,7 @@ class PaddedSteps:
         """Return logits of all rows' ``last`` tokens, whose layout is ``ends``; ``named_slots``: slots of all tokens if
         a row names an adapter."""
         adapters = None if named_slots is None else self._state.adapters.of(named_slots)
-        read = None if ends is None else Ends(last, _cuts(ends, [len(meta.slots) for meta in ends]))
+        read = None if ends is None else LastTokens(last, _cuts(ends, [len(meta.slots) for meta in ends]))
         cuts = _cuts(parts, [len(meta.slot_mapping) for meta in parts])
         hidden = self._executor.hidden_states(
             inputs.ids, self._step(inputs.positions, inputs.slot_mapping, cuts, adapters, ends=read))
@@ -350,8 +350,9 @@ class PaddedSteps:
         return Drawn(tokens, logprobs, logits if shape.with_logits else None)
 
     def _step(self, positions: torch.Tensor, slot_mapping: torch.Tensor, parts: Parts, adapters: torch.Tensor | None,
-              at_once: bool = False, ends: Ends | None = None) -> PagedStep:
-        return PagedStep(positions, slot_mapping, self._cache, parts, self._attention.backend, adapters, at_once, ends)
+              one_launch: bool = False, ends: LastTokens | None = None) -> PagedStep:
+        return PagedStep(positions, slot_mapping, self._cache, parts, self._attention.backend, adapters, one_launch,
+                         ends)
 
 
 def _cuts(layouts: list[PagedMetadata], counts: list[int]) -> Parts:

@@ -13,7 +13,7 @@ from hf_paged.runner.kv_cache import KVCache
 Parts = list[tuple[int, int, PagedMetadata]]
 
 
-class Ends(NamedTuple):
+class LastTokens(NamedTuple):
     """The last token of each row: ``tokens`` [R] int64, indices in the step, and their `PagedStep.parts`."""
 
     tokens: torch.Tensor
@@ -25,7 +25,7 @@ class PagedStep(NamedTuple):
 
     ``ends``: The tokens whose result of the last layer is used; None if all tokens are.
 
-    ``at_once``: One launch may compute all layers: no row reads KV that another row writes, and there are few enough
+    ``one_launch``: One launch may compute all layers: no row reads KV that another row writes, and there are few enough
     rows for it to be faster.
     """
 
@@ -35,12 +35,12 @@ class PagedStep(NamedTuple):
     parts: Parts
     backend: AttentionBackend
     adapters: torch.Tensor | None = None
-    at_once: bool = False
-    ends: Ends | None = None
+    one_launch: bool = False
+    ends: LastTokens | None = None
 
     @property
     def decode_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not self.at_once or len(self.parts) != 1:
+        if not self.one_launch or len(self.parts) != 1:
             return None
         meta = self.parts[0][2]
         if isinstance(meta.work, GroupedWork):
@@ -54,7 +54,7 @@ class PagedStep(NamedTuple):
     def wanted(self) -> torch.Tensor | None:
         return None if self.ends is None else self.ends.tokens
 
-    def of_wanted(self) -> PagedStep:
+    def last_token_step(self) -> PagedStep:
         assert self.ends is not None
         return self._replace(parts=self.ends.parts, ends=None)
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_paged.guards.facts import tensors_inside
 from hf_paged.guards.inner_tensors import watched
+from hf_paged.guards.snapshot import tensors_inside
 from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models import ModelExecutor, find_executor
 from hf_paged.models.eligibility import reason_under

@@ -23,7 +23,7 @@ from hf_paged.options.arguments import merge_config, salt_digest
 from hf_paged.options.settings import settings_from_config
 from hf_paged.sampling.sampler import derive_seed
 from hf_paged.server.errors import settings_error
-from hf_paged.server.wishes import Wishes
+from hf_paged.server.server_request import ServerRequest
 
 # What generate returns besides tokens; the server's answers hold nothing of it.
 _NOT_TOKENS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions",
@@ -58,7 +58,7 @@ class ServedCall:
         self.over = threading.Event()
         self.streams = False
         self.settings = "generation settings"
-        self.wishes = Wishes()
+        self.wishes = ServerRequest()
         self.adapter_name: str | None = None
         self.form = NO_FORM
         self.refusal: str | None = None

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_paged.engine.text import StopTexts, TextStream, cut
-from hf_paged.server.wishes import Wishes
+from hf_paged.server.server_request import ServerRequest
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ChoiceStream:
         is_over: True after the last piece.
     """
 
-    def __init__(self, index: int, tokenizer: Any, wishes: Wishes, most: int | None, parser: Any = None) -> None:
+    def __init__(self, index: int, tokenizer: Any, wishes: ServerRequest, most: int | None, parser: Any = None) -> None:
         self._index = index
         self._tokenizer = tokenizer
         self._most = most
@@ -128,6 +128,7 @@ def scored_tokens(tokenizer: Any, output: GenerationOutput, first: int, num_top:
     ]
 
 
-def whole_text(tokenizer: Any, tokens: list[int], wishes: Wishes, *, skip_special_tokens: bool) -> tuple[str, bool]:
+def whole_text(tokenizer: Any, tokens: list[int], wishes: ServerRequest, *,
+               skip_special_tokens: bool) -> tuple[str, bool]:
     """Return the text of an answer up to the stop string that ended it, and whether there was one."""
     return cut(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens), wishes.stop, wishes.keeps_stop)

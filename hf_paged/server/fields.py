@@ -29,7 +29,7 @@ from hf_paged.server.forms import (
     read_text,
     read_tool_choice,
 )
-from hf_paged.server.wishes import MOST_CHOICES, Wishes
+from hf_paged.server.server_request import MOST_CHOICES, ServerRequest
 
 CHAT, TEXT, RESPONSES = "chat", "text", "responses"
 ALL = (CHAT, TEXT, RESPONSES)
@@ -93,7 +93,7 @@ class Read(NamedTuple):
 
     endpoints: tuple[str, ...]
     expected: str
-    read: Callable[[Any, Wishes], None]
+    read: Callable[[Any, ServerRequest], None]
 
 
 def _number(value: Any, least: float, most: float = math.inf) -> float:
@@ -177,41 +177,41 @@ PASSED: dict[str, Passed] = {
 }
 
 
-def _temperature(value: Any, wishes: Wishes) -> None:
+def _temperature(value: Any, wishes: ServerRequest) -> None:
     wishes.temperature = _number(value, 0)
 
 
-def _filter(name: str, least: float, most: float) -> Callable[[Any, Wishes], None]:
-    def read(value: Any, wishes: Wishes) -> None:
+def _filter(name: str, least: float, most: float) -> Callable[[Any, ServerRequest], None]:
+    def read(value: Any, wishes: ServerRequest) -> None:
         wishes.filters[name] = _number(value, least, most)
 
     return read
 
 
-def _top_k(value: Any, wishes: Wishes) -> None:
+def _top_k(value: Any, wishes: ServerRequest) -> None:
     wishes.filters["top_k"] = max(_integer(value, -1, 2**31 - 1), 0)
 
 
-def _repetition_penalty(value: Any, wishes: Wishes) -> None:
+def _repetition_penalty(value: Any, wishes: ServerRequest) -> None:
     wishes.settings["repetition_penalty"] = _number(value, *_FLOAT32)
 
 
-def _count_penalty(name: str) -> Callable[[Any, Wishes], None]:
-    def read(value: Any, wishes: Wishes) -> None:
+def _count_penalty(name: str) -> Callable[[Any, ServerRequest], None]:
+    def read(value: Any, wishes: ServerRequest) -> None:
         if penalty := _number(value, -MOST_PENALTY, MOST_PENALTY):
             wishes.penalties[name] = penalty
 
     return read
 
 
-def _length(name: str) -> Callable[[Any, Wishes], None]:
-    def read(value: Any, wishes: Wishes) -> None:
+def _length(name: str) -> Callable[[Any, ServerRequest], None]:
+    def read(value: Any, wishes: ServerRequest) -> None:
         wishes.settings[name] = _integer(value, 0 if name == "min_new_tokens" else 1)
 
     return read
 
 
-def _logit_bias(value: Any, wishes: Wishes) -> None:
+def _logit_bias(value: Any, wishes: ServerRequest) -> None:
     if not all(token.isascii() and token.isdecimal() and str(int(token)) == token for token in _object(value)):
         raise ValueError
     bias = {(int(token),): _number(number, -100, 100) for token, number in value.items()}
@@ -219,44 +219,44 @@ def _logit_bias(value: Any, wishes: Wishes) -> None:
         wishes.settings["sequence_bias"] = bias
 
 
-def _stop(value: Any, wishes: Wishes) -> None:
+def _stop(value: Any, wishes: ServerRequest) -> None:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise TypeError
     wishes.stop = tuple(texts)
 
 
-def _stop_token_ids(value: Any, wishes: Wishes) -> None:
+def _stop_token_ids(value: Any, wishes: ServerRequest) -> None:
     if not isinstance(value, list):
         raise TypeError
     wishes.stop_token_ids = tuple(_integer(token, 0) for token in value)
 
 
-def _set(name: str, check: Callable[..., Any], *limits: int) -> Callable[[Any, Wishes], None]:
-    def read(value: Any, wishes: Wishes) -> None:
+def _set(name: str, check: Callable[..., Any], *limits: int) -> Callable[[Any, ServerRequest], None]:
+    def read(value: Any, wishes: ServerRequest) -> None:
         setattr(wishes, name, check(value, *limits))
 
     return read
 
 
-def _seed(value: Any, wishes: Wishes) -> None:
+def _seed(value: Any, wishes: ServerRequest) -> None:
     wishes.seed = _integer(value, -(2**63)) % 2**63
 
 
-def _no_top_logprobs(value: Any, wishes: Wishes) -> None:
+def _no_top_logprobs(value: Any, wishes: ServerRequest) -> None:
     _integer(value, 0, 0)
 
 
-def _top_logprobs(value: Any, wishes: Wishes) -> None:
+def _top_logprobs(value: Any, wishes: ServerRequest) -> None:
     wishes.top_logprobs = _integer(value, 0, _MOST_TOP) or None
 
 
-def _text_logprobs(value: Any, wishes: Wishes) -> None:
+def _text_logprobs(value: Any, wishes: ServerRequest) -> None:
     _top_logprobs(value, wishes)
     wishes.logprobs = True
 
 
-def _stream_options(value: Any, wishes: Wishes) -> None:
+def _stream_options(value: Any, wishes: ServerRequest) -> None:
     options = {name: flag for name, flag in _object(value).items() if flag is not None}
     wishes.has_stream_options = True
     wishes.usage_chunk = _flag(options.pop("include_usage", False))
@@ -264,12 +264,12 @@ def _stream_options(value: Any, wishes: Wishes) -> None:
         raise ValueError
 
 
-def _responses_stream_options(value: Any, wishes: Wishes) -> None:
+def _responses_stream_options(value: Any, wishes: ServerRequest) -> None:
     if any(name != "include_obfuscation" or flag is not False for name, flag in _object(value).items()):
         raise ValueError
 
 
-def _tools(value: Any, wishes: Wishes) -> None:
+def _tools(value: Any, wishes: ServerRequest) -> None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise TypeError
     if not all(tool.get("type") == "function" and _has_name(tool.get("function", tool)) for tool in value):
@@ -281,11 +281,11 @@ def _has_name(function: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _effort(value: Any, wishes: Wishes) -> None:
+def _effort(value: Any, wishes: ServerRequest) -> None:
     wishes.reasoning_effort = _text(value)
 
 
-def _reasoning(value: Any, wishes: Wishes) -> None:
+def _reasoning(value: Any, wishes: ServerRequest) -> None:
     options = {name: option for name, option in _object(value).items() if option is not None}
     if "effort" in options:
         _effort(options.pop("effort"), wishes)
@@ -293,7 +293,7 @@ def _reasoning(value: Any, wishes: Wishes) -> None:
         raise ValueError
 
 
-def _label(value: Any, wishes: Wishes) -> None:
+def _label(value: Any, wishes: ServerRequest) -> None:
     _text(value)
 
 
@@ -368,13 +368,13 @@ _READABLE = {endpoint: readable(endpoint) for endpoint in ALL}
 _NULL_IS_FALSE = ("stream",)  # transformers' Responses API streams when the field is absent
 
 
-def read_body(endpoint: str, body: dict[str, Any]) -> Wishes:
+def read_body(endpoint: str, body: dict[str, Any]) -> ServerRequest:
     """Parse and check a request body.
 
     Raises:
         RefusedRequestError: If the endpoint does not have a field, or does not carry out its value.
     """
-    wishes, fields = Wishes(has_one_choice=endpoint == RESPONSES), _READABLE[endpoint]
+    wishes, fields = ServerRequest(has_one_choice=endpoint == RESPONSES), _READABLE[endpoint]
     for name, value in body.items():
         if value is None and name in _NULL_IS_FALSE:
             wishes.body[name] = False
@@ -406,7 +406,7 @@ def _refused(name: str, value: Any, expected: str) -> Iterator[None]:
         raise _refusal(name, value, expected) from None
 
 
-def _check_together(body: dict[str, Any], wishes: Wishes) -> None:
+def _check_together(body: dict[str, Any], wishes: ServerRequest) -> None:
     if wishes.best_of not in (None, wishes.n or 1):
         raise _refusal("best_of", wishes.best_of, READ["best_of"].expected)
     if wishes.top_logprobs and not wishes.logprobs:

@@ -13,7 +13,7 @@ from hf_paged.integration.install import enable_once
 from hf_paged.integration.structured_calls import NO_FORM, Form
 from hf_paged.options.structured import STRUCTURAL_TAG, FormError, Structured, read_structured
 from hf_paged.server.calls import RefusedRequestError
-from hf_paged.server.wishes import Wishes
+from hf_paged.server.server_request import ServerRequest
 
 _SPECIAL = frozenset("\\.^$*+?{}[]|()")  # metacharacters of a regular expression
 _OF_SCHEMA = frozenset({"name", "schema", "strict", "description"})
@@ -38,12 +38,12 @@ EXPECTED_GUIDED = {
 }
 
 
-def _ask(name: str, structured: Any, wishes: Wishes) -> None:
+def _ask(name: str, structured: Any, wishes: ServerRequest) -> None:
     wishes.structured = read_structured(structured)
     wishes.form_fields.append(name)
 
 
-def read_format(value: Any, wishes: Wishes) -> None:
+def read_format(value: Any, wishes: ServerRequest) -> None:
     """Read `response_format` of the chat endpoint."""
     kind = _kind_of(value, {"type", "json_schema"})
     if kind == "json_schema":
@@ -54,7 +54,7 @@ def read_format(value: Any, wishes: Wishes) -> None:
         raise ValueError
 
 
-def read_text(value: Any, wishes: Wishes) -> None:
+def read_text(value: Any, wishes: ServerRequest) -> None:
     """Read `text` of the Responses API."""
     if not isinstance(value, dict):
         raise TypeError
@@ -71,7 +71,7 @@ def read_text(value: Any, wishes: Wishes) -> None:
         raise ValueError
 
 
-def read_outputs(value: Any, wishes: Wishes) -> None:
+def read_outputs(value: Any, wishes: ServerRequest) -> None:
     """Read vLLM's `structured_outputs`."""
     given = {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else {}
     spaces = {"any_whitespace": given.pop("disable_any_whitespace", False) is False}
@@ -86,16 +86,16 @@ def read_outputs(value: Any, wishes: Wishes) -> None:
         raise ValueError
 
 
-def guided(kind: str) -> Callable[[Any, Wishes], None]:
+def guided(kind: str) -> Callable[[Any, ServerRequest], None]:
     """Return a reader of vLLM's older `guided_{kind}` field."""
 
-    def read(value: Any, wishes: Wishes) -> None:
+    def read(value: Any, wishes: ServerRequest) -> None:
         _ask(f"guided_{kind}", {_KINDS[kind]: value}, wishes)
 
     return read
 
 
-def read_tool_choice(value: Any, wishes: Wishes) -> None:
+def read_tool_choice(value: Any, wishes: ServerRequest) -> None:
     """Read which tools an answer may call or must call."""
     if isinstance(value, dict):
         function = value.get("function", value)
@@ -110,7 +110,7 @@ def read_tool_choice(value: Any, wishes: Wishes) -> None:
     wishes.may_call_tools = value != "none"
 
 
-def check_forms(body: dict[str, Any], wishes: Wishes) -> None:
+def check_forms(body: dict[str, Any], wishes: ServerRequest) -> None:
     """Raise RefusedRequestError if the structured-output and tool fields of a body contradict each other."""
 
     def refuse(name: str, expected: str) -> None:
@@ -129,7 +129,7 @@ def check_forms(body: dict[str, Any], wishes: Wishes) -> None:
         refuse(names[0], "it left out beside tools that may be called (tool_choice 'none': they are not)")
 
 
-def ask_for_calls(wishes: Wishes, template: dict[str, Any] | None) -> None:
+def ask_for_calls(wishes: ServerRequest, template: dict[str, Any] | None) -> None:
     """Constrain the answer to calls of the tools in `tool_choice`, if the request requires a call.
 
     Args:
@@ -162,7 +162,7 @@ def ask_for_calls(wishes: Wishes, template: dict[str, Any] | None) -> None:
     wishes.form_fields = ["tools"]
 
 
-async def compiled_form(wishes: Wishes, model: Any, tokenizer: Any) -> Form:
+async def compiled_form(wishes: ServerRequest, model: Any, tokenizer: Any) -> Form:
     """Compile the grammar of the request's structured output while other requests run.
 
     Raises:

@@ -16,7 +16,7 @@ from hf_paged.server.errors import error_body
 from hf_paged.server.metrics import ServedMetrics
 
 
-def furnish(app: Any, answers: OpenAnswers) -> None:
+def add_middleware(app: Any, answers: OpenAnswers) -> None:
     """Add middleware, `/metrics` and error handlers to transformers' FastAPI app; call before its first request.
 
     Args:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from hf_paged.engine.features.grammars import BARRED
-from hf_paged.integration.continuous_batching.manager import Own, PagedBatchingManager, requests_with
+from hf_paged.integration.continuous_batching.manager import PagedBatchingManager, RequestOverrides, requests_with
 from hf_paged.integration.continuous_batching.requests import BatchedRequest, NoRoom, Refused
 from hf_paged.integration.stock_pieces import CallEndedError
 from hf_paged.sampling.sampler import derive_seed
@@ -71,7 +71,7 @@ class ServedRequests:
             self._run_alone()
             return request_id
         seed = None if wishes.seed is None else derive_seed(wishes.seed, self._index)
-        own = Own(self._settings, LEAST_ROOM, getattr(self._processor, "tokenizer", self._processor), seed,
+        own = RequestOverrides(self._settings, LEAST_ROOM, getattr(self._processor, "tokenizer", self._processor), seed,
                   wishes.options(), self.call.form)
         with requests_with(own):
             made = manager.add_request(input_ids, request_id, streaming=streaming, cache_salt=self.call.cache_salt,

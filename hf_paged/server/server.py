@@ -112,10 +112,10 @@ def _checking_place(stock: Callable) -> Callable:
 
 def _building(answers: OpenAnswers, stock: Callable) -> Callable:
     def build_server(*args: Any, **kwargs: Any) -> Any:
-        from hf_paged.server.http import furnish
+        from hf_paged.server.http import add_middleware
 
         app = stock(*args, **kwargs)
-        furnish(app, answers)
+        add_middleware(app, answers)
         return app
 
     return build_server

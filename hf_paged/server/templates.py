@@ -12,7 +12,7 @@ from hf_paged.integration.install import enable_once
 from hf_paged.options.chat_keywords import check_read, template_parameters
 from hf_paged.server.calls import RefusedRequestError
 from hf_paged.server.forms import ask_for_calls
-from hf_paged.server.wishes import Wishes
+from hf_paged.server.server_request import ServerRequest
 
 # Keywords of `apply_chat_template` that a body may set even if the template does not mention them.
 _SETTABLE: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -32,7 +32,8 @@ _PARTS = {
 }
 
 
-def check_for_model(wishes: Wishes, processor: Any, model: Any, of_server: Mapping[str, Any] | None = None) -> None:
+def check_for_model(wishes: ServerRequest, processor: Any, model: Any,
+                    of_server: Mapping[str, Any] | None = None) -> None:
     """Raise RefusedRequestError for values that the model does not have or that its chat template does not use.
 
     Args:
@@ -84,7 +85,7 @@ def check_parts(messages: Any, kind: str) -> None:
                                           f"{', '.join(sorted(_PARTS[kind]))}")
 
 
-def _check_tokens(wishes: Wishes, vocab_size: int) -> None:
+def _check_tokens(wishes: ServerRequest, vocab_size: int) -> None:
     biased = [token for (token,) in wishes.settings.get("sequence_bias", ())]
     for name, tokens in (("stop_token_ids", wishes.stop_token_ids), ("logit_bias", biased)):
         if (wrong := next((token for token in tokens if token >= vocab_size), None)) is not None:
@@ -108,7 +109,7 @@ def _of_processor(processor: Any) -> set[str]:
     return {name for kind in (*kinds, *of_model) for name in kind.__annotations__}
 
 
-def _check_tools(wishes: Wishes, processor: Any, model: Any) -> None:
+def _check_tools(wishes: ServerRequest, processor: Any, model: Any) -> None:
     from transformers.cli.serving.utils import get_response_template
 
     template = get_response_template(processor, model)

@@ -9,7 +9,7 @@ from support import assert_idle, byte_tokenizer, random_prompts, tiny_model
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
-from hf_paged.engine.text import CutText, Ending, StopTexts
+from hf_paged.engine.text import StopPolicy, StopStringBuffer, StopTexts
 
 PROMPTS = random_prompts([20, 5, 33, 16])
 SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 0, "seed": 3, "max_new_tokens": 30}
@@ -162,7 +162,7 @@ def test_pieces_of_a_cut_text_join_to_it(text, strings, data):
     stop = first_stop(text, strings)
     whole = text if stop is None else min((text[: text.find(s)] for s in strings if s in text
                                            and text.find(s) + len(s) == text.find(stop) + len(stop)), key=len)
-    stream, sent = CutText(Letters(), tuple(strings)), ""
+    stream, sent = StopStringBuffer(Letters(), tuple(strings)), ""
     at = 0
     while at < len(text):
         step = data.draw(st.integers(1, 3))
@@ -194,6 +194,6 @@ def test_a_text_is_streamed_whole_through_one_interrupt_behind_another(generator
 def test_an_ending_that_asks_for_nothing_changes_nothing():
     tokenizer = byte_tokenizer()
     ids = [70, 71, 72]
-    assert Ending().text("eos", ids, tokenizer) == tokenizer.decode(ids)
-    assert Ending().reason("eos", ids, tokenizer) == ("eos", None)
-    assert Ending().reason("timeout", ids, tokenizer) == ("timeout", None)
+    assert StopPolicy().text("eos", ids, tokenizer) == tokenizer.decode(ids)
+    assert StopPolicy().reason("eos", ids, tokenizer) == ("eos", None)
+    assert StopPolicy().reason("timeout", ids, tokenizer) == ("timeout", None)

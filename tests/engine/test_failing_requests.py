@@ -36,9 +36,9 @@ from hf_paged.engine.features.drafts import Speculation
 from hf_paged.engine.matchers import Grammar, Matcher
 from hf_paged.engine.session import NewRequest, Request, Session
 from hf_paged.engine.stop_rules import StopRule, TextStopRule
-from hf_paged.engine.text import Ending, TextStream
+from hf_paged.engine.text import StopPolicy, TextStream
 from hf_paged.integration.continuous_batching.requests import BatchedRequest
-from hf_paged.options.continued import Made
+from hf_paged.options.continued import PreviousOutput
 from hf_paged.options.settings import RequestSettings
 from hf_paged.outputs import VersionRun
 from hf_paged.runner.request_state import SlotParameters
@@ -96,8 +96,8 @@ def functions_of(kind: type) -> list[str]:
 
 
 # What runs before a request is queued, in its caller's own thread: there it raises.
-AT_ADD = {(SlotParameters, "lines"), (SlotParameters, "filtered"), (Ending, "stream"),
-          *((Made, name) for name in ("checked", "known_logprobs", "known_top_logprobs", "known_versions"))}
+AT_ADD = {(SlotParameters, "lines"), (SlotParameters, "filtered"), (StopPolicy, "stream"),
+          *((PreviousOutput, name) for name in ("checked", "known_logprobs", "known_top_logprobs", "known_versions"))}
 # What a sharded model asks before a request is queued.
 OF_RANKS = {(StopRule, "without_deadline"), (TextStopRule, "without_deadline")}
 # The engine finds a request by these, which read fields only.

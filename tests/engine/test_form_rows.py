@@ -35,7 +35,7 @@ class Follower:
 
 def requests_of(matchers):
     return [None if matcher is None else SimpleNamespace(matcher=matcher, open_matcher=matcher, grammar=matcher,
-                                                         went_on=None) for matcher in matchers]
+                                                         speculative_accept=None) for matcher in matchers]
 
 
 def plan_of(samples):
@@ -79,6 +79,6 @@ def test_matchers_take_valid_tokens_of_rows_that_sample_and_keep_what_they_said(
     go_ahead(plan_of([True, True, True, True, False, True]), np.array([5, 6, 7, 8, 9, -1]),
              lambda _, row: requests[row])
     assert [None if matcher is None else matcher.taken for matcher in matchers] == [[5], [6], None, [], [], []]
-    assert [requests[0].went_on, requests[1].went_on, requests[4].went_on, requests[5].went_on] == [
+    assert [requests[row].speculative_accept for row in (0, 1, 4, 5)] == [
         True, False, None, None]
-    assert isinstance(requests[3].went_on, ValueError)
+    assert isinstance(requests[3].speculative_accept, ValueError)

@@ -31,8 +31,8 @@ from transformers import GenerationConfig, TextIteratorStreamer
 
 import hf_paged
 from hf_paged.engine.features.grammars import StructuredOutput
+from hf_paged.engine.lockstep_throttle import LockstepThrottle
 from hf_paged.engine.mask_maker import MaskMaker
-from hf_paged.engine.pace import Pace
 
 MODEL = tiny_model()
 INPUTS = batch([30, 17, 25, 9, 31])
@@ -431,7 +431,7 @@ def test_a_call_that_is_interrupted_in_any_function_leaves_nothing_behind(model,
 @pytest.mark.parametrize("overlap", [False, True])
 def test_other_callers_get_everything_once_wherever_a_call_is_interrupted(model, monkeypatch, overlap):
     """In each line that calls something for a request or rows: streams, completions, and tokens of rows in lockstep."""
-    monkeypatch.setattr(Pace, "may_join", lambda self: True)
+    monkeypatch.setattr(LockstepThrottle, "may_join", lambda self: True)
     engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, overlap=overlap))
     engine.tokenizer = byte_tokenizer()
     call, rows = {**batch([30, 17]), "max_new_tokens": 3}, random_prompts([40, 9], seed=5)

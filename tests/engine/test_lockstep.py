@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
 from hf_paged.engine.lockstep import LockstepBatch
-from hf_paged.engine.pace import Pace
+from hf_paged.engine.lockstep_throttle import LockstepThrottle
 from hf_paged.integration.cache_name import CACHE_NAME
 from hf_paged.integration.paged_cache import PagedCache
 from hf_paged.integration.stock_loop import paged_forwards
@@ -71,7 +71,7 @@ def test_rows_inside_rows_and_memory_that_they_hold(model):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_running_requests_of_others_survive(model, overlap, beams, monkeypatch):
     """They keep their slots and blocks, make the same tokens, and go on meanwhile, in the very same steps."""
-    monkeypatch.setattr(Pace, "may_join", lambda self: True)
+    monkeypatch.setattr(LockstepThrottle, "may_join", lambda self: True)
     engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, overlap=overlap))
     prompt = random_prompts([20], seed=8)[0]
     expected = stock_generate(model, input_ids=torch.tensor([prompt]), max_new_tokens=20)[0, 20:].tolist()
@@ -243,7 +243,7 @@ class Changing(LogitsProcessor):
 
 def test_a_model_that_changes_in_the_middle_leaves_nothing_stale_behind(monkeypatch):
     """Stock computes on with the old keys and values; nobody else may get to see what comes of that."""
-    monkeypatch.setattr(Pace, "may_join", lambda self: True)
+    monkeypatch.setattr(LockstepThrottle, "may_join", lambda self: True)
 
     def call(model, before=lambda: None, **kwargs):
         model.model.layers[0].input_layernorm.variance_epsilon = 1e-6
@@ -348,7 +348,7 @@ def test_two_callers_whose_own_code_disables_the_model_do_not_wait_for_each_othe
 def test_what_goes_wrong_in_one_callers_rows_is_that_callers(model, method, monkeypatch):
     """A request and another caller's rows, which are in the same steps, end as they should."""
     engine = hf_paged.get_engine(hf_paged.enable(model, strict=True))
-    monkeypatch.setattr(Pace, "may_join", lambda self: True)
+    monkeypatch.setattr(LockstepThrottle, "may_join", lambda self: True)
     own, victims = getattr(LockstepBatch, method), []
 
     def raising(self, *args):

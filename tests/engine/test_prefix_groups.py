@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.engine.pace import Pace
+from hf_paged.engine.lockstep_throttle import LockstepThrottle
 from hf_paged.models import KVSpec
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_reads import KVReads
@@ -121,7 +121,7 @@ class Plain(LogitsProcessor):
 
 
 def test_rows_in_lockstep_share_with_requests(model, plans, monkeypatch):
-    monkeypatch.setattr(Pace, "may_join", lambda self: True)
+    monkeypatch.setattr(LockstepThrottle, "may_join", lambda self: True)
     engine = hf_paged.get_engine(hf_paged.enable(model, strict=True))
     inputs = {"input_ids": torch.tensor([PROMPT] * 2), "max_new_tokens": 8}
     expected = stock_generate(model, **inputs)

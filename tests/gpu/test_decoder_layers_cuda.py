@@ -235,11 +235,11 @@ def wait_for_the_kernel(engine, sizes, call):
     for rows in sizes:
         call(rows)
     executor = engine._core.pool.runner.executor
-    assert executor.may_run_at_once(8, np.full(8, 3)), "the model is one for the kernel"
+    assert executor.may_use_one_launch(8, np.full(8, 3)), "the model is one for the kernel"
     assert all(executor._one_launch._plans.get(rows) for rows in sizes), "a plan was refused: the log says why"
     deadline = time.monotonic() + 100
     for rows in sizes:
-        while not executor.runs_at_once(rows):
+        while not executor.uses_one_launch(rows):
             assert time.monotonic() < deadline and support.why_not_on(GPU) is None
             time.sleep(0.05)
             call(rows)  # a kernel that has come is taken once no request runs
@@ -310,7 +310,7 @@ def test_an_enabled_model_whose_weights_change_and_whose_pool_grows():
             with torch.no_grad():
                 weight = model.model.layers[1].self_attn.o_proj.weight
                 weight.data = (weight * 1.5).clone()
-            assert not one_launch or engine._executor.runs_at_once(1)
+            assert not one_launch or engine._executor.uses_one_launch(1)
         made.append(tokens)
         hf_paged.disable(model)
     same = sum(a == b for a, b in zip(*made, strict=True))

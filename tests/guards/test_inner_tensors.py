@@ -10,8 +10,8 @@ from support import assert_falls_back, assert_native_parity, batch, tiny_model
 from torch import nn
 
 import hf_paged
-from hf_paged.guards.facts import Facts
 from hf_paged.guards.inner_tensors import inner_tensors, made_of, watched
+from hf_paged.guards.snapshot import ModelSnapshot
 
 INPUTS = batch([40, 33, 7])
 OPTIONS = {"max_new_tokens": 8}
@@ -147,7 +147,7 @@ def test_the_prefix_cache_is_dropped(change):
 ], ids=["swap", "setting", "dtype"])
 def test_a_look_notices(change):
     model = _model()
-    facts = Facts(model)
+    facts = ModelSnapshot(model)
     assert facts.hold(model)
     change(model)
     assert not facts.hold(model)

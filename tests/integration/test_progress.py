@@ -17,7 +17,7 @@ from hf_paged import PagedGenerator
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.loop import EngineCore
 from hf_paged.integration import progress
-from hf_paged.integration.activity import Activity
+from hf_paged.integration.engine_rates import EngineRates
 from hf_paged.integration.progress import Rate, TokenCount, _State
 from hf_paged.integration.requests import RequestMaker
 from hf_paged.options.read import SettingsReader
@@ -207,7 +207,7 @@ def test_unfinished_requests_count_with_their_limits_and_finished_ones_with_what
     assert count.made == count.most == sum(made) and count.num_ended == len(limits) + 1
 
 
-IDLE = Activity(0, 0, 3, 0, 0.25, 0.5, 0)
+IDLE = EngineRates(0, 0, 3, 0, 0.25, 0.5, 0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_paged
 from hf_paged import PagedStatsCallback
-from hf_paged.integration.activity import activity
+from hf_paged.integration.engine_rates import activity
 
 
 class Rows(torch.utils.data.Dataset):

@@ -8,11 +8,11 @@ import threading
 import torch
 from pretended_gpu import GPU, OnGpu, compile_nothing, compiled, launched, made, pretend
 
-from hf_paged.kernels.weights_checksum import ChecksumPlan, begin_early
+from hf_paged.kernels.weights_checksum import ChecksumPlan, warm_up
 
 
 def main() -> dict[str, object]:
-    begin_early(GPU)
+    warm_up(GPU)
     for thread in threading.enumerate():
         if thread.name.startswith("hf_paged-compile"):
             thread.join()

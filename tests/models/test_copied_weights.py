@@ -40,14 +40,14 @@ def test_copies_go_and_come_back_to_where_they_were(driver, bias):
     assert len(places) == 2 + 2 * bias and all(place % 512 == 0 for place in places)
     assert copied.is_here and copied.nbytes >= sum(t.nbytes for t in copied.tensors()) and driver.in_use
     driver.start_work()
-    assert copied.give_back() and not copied.is_here
+    assert copied.unmap() and not copied.is_here
     assert (copied.tensors(), copied.nbytes, driver.in_use) == ([], 0, 0)
-    copied.take_back()
+    copied.restore()
     copied.refresh(of, torch.tensor([1]))  # of the same weights, but what was made of them is gone
     assert_copies(copied, of)
     assert [tensor.data_ptr() for tensor in copied.tensors()] == places
     made = driver.counts["create"]
-    copied.take_back()
+    copied.restore()
     assert driver.counts["create"] == made
     del copied
 
@@ -55,13 +55,13 @@ def test_copies_go_and_come_back_to_where_they_were(driver, bias):
 def test_too_little_memory_is_said_and_can_be_tried_again(driver):
     of = groups()
     copied = CopiedWeights(of, torch.bfloat16)
-    assert copied.give_back()
+    assert copied.unmap()
     free, driver.free = driver.free, 0
     with pytest.raises(torch.OutOfMemoryError):
-        copied.take_back()
+        copied.restore()
     assert not copied.is_here and driver.in_use == 0
     driver.free = free
-    copied.take_back()
+    copied.restore()
     copied.refresh(of, None)
     assert_copies(copied, of)
     del copied
@@ -78,10 +78,10 @@ def test_a_driver_that_refuses_leads_to_torchs_memory(driver, name):
     copied = CopiedWeights(of, torch.bfloat16)
     copied.refresh(of, None)
     assert_copies(copied, of)
-    assert driver.is_empty() and not copied.give_back()
+    assert driver.is_empty() and not copied.unmap()
     assert_copies(copied, of)
 
 
 def test_where_nothing_is_copied_nothing_is_reserved(driver):
     copied = CopiedWeights(groups(), torch.float32)
-    assert copied.is_here and not copied.give_back() and not driver.counts
+    assert copied.is_here and not copied.unmap() and not driver.counts

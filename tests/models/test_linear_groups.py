@@ -138,7 +138,7 @@ def test_nothing_is_looked_up_twice_and_nothing_kept_after_letting_go():
     executor.refresh(None)
     assert executor._all_groups() is groups
     assert executor._parts_of_layers is parts
-    executor.let_go()
+    executor.drop_references()
     assert executor._groups is None
     executor.prepare(64)
     executor.refresh(None)

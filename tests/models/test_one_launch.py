@@ -119,7 +119,7 @@ def test_layers_that_the_kernel_does_not_compute_run_one_by_one(plans, caplog, c
     change(model)
     hf_paged.enable(model)
     model.generate(**batch([9]), max_new_tokens=4, do_sample=False)
-    assert not executor_of(model).may_run_at_once(1, np.array([5])) and not plans.made
+    assert not executor_of(model).may_use_one_launch(1, np.array([5])) and not plans.made
     assert f"layer by layer: {reason_in(caplog)}" in caplog.text and REASONS[change] in reason_in(caplog)
 
 
@@ -147,7 +147,7 @@ def test_models_that_are_not_for_it(plans, caplog, what):
     caplog.set_level("INFO", "hf_paged")
     model = enabled(MAKES[what])
     assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
-    assert not executor_of(model).may_run_at_once(1, np.array([5])) and not plans.made
+    assert not executor_of(model).may_use_one_launch(1, np.array([5])) and not plans.made
     assert what in reason_in(caplog)
 
 
@@ -266,8 +266,8 @@ def test_what_was_let_go_is_made_anew(plans):
     model = enabled()
     assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
     executor = executor_of(model)
-    executor.let_go()
-    assert executor._one_launch._plans == {} and executor.runs_at_once(1)
+    executor.drop_references()
+    assert executor._one_launch._plans == {} and executor.uses_one_launch(1)
     assert_native_parity(model, **batch([9]), max_new_tokens=4, do_sample=False)
     assert len(plans.made) == 2
 

@@ -14,7 +14,7 @@ from hf_paged import PagedGenerator
 from hf_paged.options.chat_keywords import OURS, check_read
 from hf_paged.server import templates
 from hf_paged.server.calls import RefusedRequestError
-from hf_paged.server.wishes import Wishes
+from hf_paged.server.server_request import ServerRequest
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
 CHAT = [{"role": "user", "content": "hi"}]
@@ -50,7 +50,7 @@ def astream(generator, **keywords):
 
 def serve(generator, **keywords):
     """The server's own look at a body, once model and tokenizer are known."""
-    wishes = Wishes(tools=keywords.pop("tools", []), reasoning_effort=keywords.pop("reasoning_effort", None))
+    wishes = ServerRequest(tools=keywords.pop("tools", []), reasoning_effort=keywords.pop("reasoning_effort", None))
     wishes.body = {"chat_template_kwargs": keywords}
     templates.check_for_model(wishes, generator.tokenizer, generator.model)
 

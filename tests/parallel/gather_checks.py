@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from hf_paged.parallel import gather
-from hf_paged.parallel.gather import Gatherer, Part
+from hf_paged.parallel.gather import Gatherer, GatherShard
 from hf_paged.parallel.group import ParallelGroup
 
 # Shape, cut along, dtype of the parts, dtype of the whole.
@@ -32,7 +32,7 @@ def gather_all(group: ParallelGroup, bucket_bytes: int) -> dict[str, object]:
     for whole, (_, dim, _, target) in zip(wholes, CASES, strict=True):
         local = whole if dim is None else _chunk(whole, group.size, dim)[group.rank]
         empty = torch.full(whole.shape, 77).to(target)
-        parts.append(Part(local.clone(), empty, dim, None if dim is None else dist.group.WORLD))
+        parts.append(GatherShard(local.clone(), empty, dim, None if dim is None else dist.group.WORLD))
     original = gather._all_gather
 
     def counted(out: torch.Tensor, own: torch.Tensor, **kwargs: object) -> object:

@@ -13,7 +13,7 @@ from torch import nn
 from hf_paged.parallel import named_weights
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.loading import load
-from hf_paged.parallel.named_weights import Covers, NamedWeights, Place, check_tensor, gather, write
+from hf_paged.parallel.named_weights import NamedWeights, ShardRange, WeightLocation, check_tensor, gather, write
 from hf_paged.parallel.shards import Shard
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -84,7 +84,7 @@ def test_several_ranges_of_one_tensor_lie_one_after_the_other(dim: int, most_byt
     """As in a layer that holds gate and up, of each of which a rank has a part."""
     whole = torch.arange(80.0).view((10, 8) if dim == 0 else (8, 10))
     shard = Shard(tuple(whole.shape), dim, ((1, 4), (6, 9)))
-    place = Place(torch.zeros(shard.part_shape), shard, Covers("gate_up"))
+    place = WeightLocation(torch.zeros(shard.part_shape), shard, ShardRange("gate_up"))
     for start, stop in place.chunks(most_bytes):
         for own, piece in place.pairs(start, whole[start:stop]):
             own.copy_(piece)

@@ -29,7 +29,7 @@ from hf_paged.attention.plan_prompts import RowPrograms
 from hf_paged.attention.triton_backend import TritonBackend
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.features.drafts import Speculation
-from hf_paged.engine.pace import Pace
+from hf_paged.engine.lockstep_throttle import LockstepThrottle
 from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
 from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
 from hf_paged.kernels.attention.types import GroupedWork, PromptWork, TileQueue
@@ -896,7 +896,7 @@ def test_graphs_hold_what_they_read_until_they_are_checked(graphs):
     second = StorageWeakRef(weight.untyped_storage())
     weight.data = weight.data.clone()
     assert not second.expired()
-    graphs.let_go()
+    graphs.drop_references()
     assert second.expired()
     graphs.check()
     third = StorageWeakRef(weight.untyped_storage())
@@ -1153,7 +1153,7 @@ def test_steps_in_which_rows_name_adapters_have_graphs_of_their_own(steps, monke
 def test_rows_of_stocks_loop_beside_rows_whose_tokens_wait_for_masks(steps, monkeypatch, num_beams):
     """Their steps come between the forward of such rows and the drawing of its tokens, and replay graphs as well."""
     monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
-    monkeypatch.setattr(Pace, "may_join", lambda self: True)  # else requests may end meanwhile, on a slow machine
+    monkeypatch.setattr(LockstepThrottle, "may_join", lambda self: True)  # else requests may end before
     model, options = tiny_model(), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     rows, prompts = batch([20, 13, 5]), random_prompts([9, 30, 4], seed=4)
     expected = stock_generate(model, **rows, **options, num_beams=num_beams, encoder_repetition_penalty=1.2)

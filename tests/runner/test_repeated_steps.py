@@ -27,7 +27,7 @@ from hf_paged.attention.plan_prompts import RowPrograms
 from hf_paged.attention.triton_backend import TritonBackend
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.features.drafts import Speculation
-from hf_paged.engine.pace import Pace
+from hf_paged.engine.lockstep_throttle import LockstepThrottle
 from hf_paged.runner import model_runner
 from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.model_runner import ModelRunner
@@ -104,7 +104,7 @@ def model(monkeypatch):
     backend = GroupedTorch()
     monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: backend)
     monkeypatch.setattr(Engine, "grammar_of", lambda *_: EveryThird())
-    monkeypatch.setattr(Pace, "may_join", lambda self: True)
+    monkeypatch.setattr(LockstepThrottle, "may_join", lambda self: True)
 
     def drafts(self, num_running, costs):
         running = [request.sequence for request in self._running.values()]

@@ -18,7 +18,7 @@ from hf_paged.integration.continuous_batching.requests import ServedOutput
 from hf_paged.server import templates
 from hf_paged.server.calls import RefusedRequestError
 from hf_paged.server.requests import ServedRequests
-from hf_paged.server.wishes import Wishes
+from hf_paged.server.server_request import ServerRequest
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_tools_of_a_model_whose_calls_nobody_reads_are_refused(trained_tokenizer
     monkeypatch.setattr(trained_tokenizer, "chat_template", TEMPLATE)
     text = SimpleNamespace(vocab_size=len(trained_tokenizer))
     model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3", get_text_config=lambda: text))
-    templates.check_for_model(Wishes(tools=TOOLS), trained_tokenizer, model)
+    templates.check_for_model(ServerRequest(tools=TOOLS), trained_tokenizer, model)
     model.config.model_type = "llama"
     with pytest.raises(RefusedRequestError, match="cannot read the calls of this model"):
-        templates.check_for_model(Wishes(tools=TOOLS), trained_tokenizer, model)
+        templates.check_for_model(ServerRequest(tools=TOOLS), trained_tokenizer, model)

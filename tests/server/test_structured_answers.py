@@ -14,7 +14,7 @@ from serve_support import served
 from hf_paged.server.calls import RefusedRequestError
 from hf_paged.server.forms import ask_for_calls
 from hf_paged.server.requests import ServedRequests
-from hf_paged.server.wishes import Wishes
+from hf_paged.server.server_request import ServerRequest
 
 pytest.importorskip("xgrammar", reason="of the extra `structured`")
 
@@ -174,5 +174,5 @@ def test_calls_in_a_form_that_is_not_known_are_refused():
     calls = {"open": "<f>", "close": "</f>", "content": "xml"}
     for template in (None, {"fields": {}}, {"fields": {"tool_calls": calls}}):
         with pytest.raises(RefusedRequestError, match="expected 'auto' or 'none', since this model writes"):
-            ask_for_calls(Wishes(tools=TOOLS, must_call=""), template)
-        ask_for_calls(Wishes(tools=TOOLS), template)
+            ask_for_calls(ServerRequest(tools=TOOLS, must_call=""), template)
+        ask_for_calls(ServerRequest(tools=TOOLS), template)

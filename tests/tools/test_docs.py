@@ -139,7 +139,7 @@ PASSED_BY = {
     "device/virtual_memory.py", "kernels/attention/grouped_decode.py", "integration/async_calls.py",
     "engine/driver.py", "kernels/attention/grouped_prefill.py", "kernels/hopper/prefill.py",
     "models/one_launch.py",
-    "kernels/layer/join_add_rms_norm.py", "kernels/build/compiling.py", "runner/padded_steps.py",
+    "kernels/layer/sum_splits_add_rms_norm.py", "kernels/build/compiling.py", "runner/padded_steps.py",
 }
 
 

@@ -52,7 +52,7 @@ class StructuredOutput(StepFeature):
 
     def start_over(self, request: Request, made: list[int]) -> bool:
         assert request.grammar is not None
-        request.matcher, request.went_on = request.grammar.matcher(request.sequence.eos_token_ids), None
+        request.matcher, request.speculative_accept = request.grammar.matcher(request.sequence.eos_token_ids), None
         for token in made:
             self._match(request, token)
         return request.matcher.is_over
@@ -63,11 +63,11 @@ class StructuredOutput(StepFeature):
         Raises:
             ValueError: the grammar does not allow it.
         """
-        went_on, request.went_on = request.went_on, None
-        if isinstance(went_on, Exception):
-            raise went_on
+        speculative_accept, request.speculative_accept = request.speculative_accept, None
+        if isinstance(speculative_accept, Exception):
+            raise speculative_accept
         assert request.matcher is not None
-        if not (request.matcher.accept(token) if went_on is None else went_on):
+        if not (request.matcher.accept(token) if speculative_accept is None else speculative_accept):
             raise ValueError(f"structured: the grammar does not allow token {token} here; {BARRED}")
 
     def samples_late(self, plan: StepPlan) -> bool:
@@ -99,16 +99,16 @@ class StructuredOutput(StepFeature):
 def go_ahead(plan: StepPlan, tokens: np.ndarray, request_of: RequestOf) -> None:
     """Let matchers go on by the tokens [R] of a step before its commit, which takes all tokens of open requests.
 
-    The commit learns from `Request.went_on` what that led to: until then, nothing else of a request changes.
+    The commit learns from `Request.speculative_accept` what that led to: until then, nothing else of a request changes.
     """
     taken = tokens.tolist()
     for row in np.flatnonzero(plan.samples & (tokens >= 0)).tolist():
         request = request_of(plan, row)
         if request is not None and request.matcher is not None:
             try:
-                request.went_on = request.matcher.accept(taken[row])
+                request.speculative_accept = request.matcher.accept(taken[row])
             except Exception as error:
-                request.went_on = error
+                request.speculative_accept = error
 
 
 class PendingMasks:
@@ -163,7 +163,7 @@ class PendingMasks:
 
 def _open_matcher(request: Request) -> Matcher | None:
     """That by which the request's next token is chosen, if any."""
-    is_lost = request.went_on is not None and request.went_on is not True
+    is_lost = request.speculative_accept is not None and request.speculative_accept is not True
     return None if request.matcher is None or is_lost or request.matcher.is_over else request.matcher
 
 

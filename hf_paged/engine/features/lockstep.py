@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from hf_paged.engine.features.adapters import Adapters
-from hf_paged.engine.lockstep import LockstepBatch, Way
-from hf_paged.engine.pace import Pace
+from hf_paged.engine.lockstep import BlockShortage, LockstepBatch
+from hf_paged.engine.lockstep_throttle import LockstepThrottle
 from hf_paged.engine.session import Request
 from hf_paged.scheduler import StepPlan
 from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
@@ -47,7 +47,7 @@ class JoiningRows:
     def __init__(self, core: Loop, batches: list[LockstepBatch], adapters: Adapters) -> None:
         self._core, self.batches, self._adapters = core, batches, adapters
         self.logits: torch.Tensor | None = None
-        self._pace = Pace()
+        self._pace = LockstepThrottle()
         self._launched_before = False, False  # did the last step only decode requests' rows; did others join it?
 
     def waiting(self) -> list[LockstepBatch]:
@@ -100,27 +100,27 @@ class JoiningRows:
             try:
                 return batch.prepare()
             except OutOfBlocksError as error:
-                way = self.make_way(batch)
-                if way is Way.NONE:
+                way = self.free_blocks_for(batch)
+                if way is BlockShortage.NONE:
                     raise torch.OutOfMemoryError(str(error)) from error
                 batch.is_short = True
-                if way is Way.WAIT:
+                if way is BlockShortage.WAIT:
                     return None
 
-    def make_way(self, asking: LockstepBatch | None) -> Way:
+    def free_blocks_for(self, asking: LockstepBatch | None) -> BlockShortage:
         """Have others' rows give blocks back, if they may lose them.
 
         Args:
             asking: for whom; None: for the scheduler's own sequences.
         """
         if asking is not None and self._core.commit_in_flight():  # requests that have ended hold blocks until then
-            return Way.FREE
+            return BlockShortage.FREE
         holding = [batch for batch in self.batches if batch.rows is not None and batch is not asking]
         for batch in holding:
             if batch.may_lose(asking):
                 batch.give_back()
-                return Way.FREE
-        return Way.WAIT if holding else Way.NONE
+                return BlockShortage.FREE
+        return BlockShortage.WAIT if holding else BlockShortage.NONE
 
     def answer(self, joining: Joined, *, has_looked: bool) -> None:
         """Hand out the logits of a launched step. Where the model has changed since the last one, once more."""
@@ -129,7 +129,7 @@ class JoiningRows:
         if not has_looked and self._core.model_changed():  # looked at while the device computes
             for batch, _ in joining:
                 if batch.rows is not None:
-                    batch.uncount(batch.rows, 1)
+                    batch.rollback_tokens(batch.rows, 1)
             return
         pieces = logits.split([len(plan.slots) for _, plan in joining])
         for (batch, _), piece in zip(joining, pieces, strict=True):

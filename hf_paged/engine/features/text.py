@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_paged.engine.features import CommittedStep, StepFeature
 from hf_paged.engine.session import LastOutput, Request
-from hf_paged.engine.text import PLAIN_ENDING, Ending
+from hf_paged.engine.text import PLAIN_ENDING, StopPolicy
 from hf_paged.options.settings import RequestSettings
 
 
@@ -29,7 +29,7 @@ class Text(StepFeature):
         settings, tokenizer = request.settings, self._tokenizer()
         if not _is_plain(settings):
             own = tuple([token for token in settings.stop_token_ids if token not in settings.eos_token_ids])
-            request.ending = Ending(settings.stop_strings, own, settings.keeps_stop, settings.skips_special)
+            request.ending = StopPolicy(settings.stop_strings, own, settings.keeps_stop, settings.skips_special)
         if request.session.text and request.session.stream and tokenizer is not None:
             request.text = request.ending.stream(tokenizer)
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 KEPT: weakref.WeakKeyDictionary[Any, PagedBatchingManager] = weakref.WeakKeyDictionary()
 
 
-class Own(NamedTuple):
+class RequestOverrides(NamedTuple):
     """What requests that are added in a context (`requests_with`) have of their own.
 
     `config` is as `batching_config` makes it. A request that asks for more new tokens than there is room for is cut
@@ -46,8 +46,8 @@ class Own(NamedTuple):
     form: Form = NO_FORM  # of the output
 
 
-_NOTHING_OWN = Own()
-_OWN: ContextVar[Own] = ContextVar("hf_paged_request_config", default=_NOTHING_OWN)
+_NOTHING_OWN = RequestOverrides()
+_OWN: ContextVar[RequestOverrides] = ContextVar("hf_paged_request_config", default=_NOTHING_OWN)
 
 
 class PagedBatchingManager:
@@ -292,6 +292,6 @@ class PagedBatchingManager:
         return derive_seed(base_seed(seed, engine_seed), self._num_seeds - 1)
 
 
-def requests_with(own: Own) -> AbstractContextManager[None]:
+def requests_with(own: RequestOverrides) -> AbstractContextManager[None]:
     """Requests that are added in here have this of their own."""
     return within(_OWN, own)

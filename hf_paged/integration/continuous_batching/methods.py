@@ -27,8 +27,8 @@ from hf_paged.integration.continuous_batching.batched_calls import BROKE
 from hf_paged.integration.continuous_batching.manager import KEPT, PagedBatchingManager
 from hf_paged.integration.continuous_batching.requests import batching_config, paged_config, stock_reason
 from hf_paged.integration.engines import engine_of, renew_engine
+from hf_paged.options.argument_warnings import level_of_caller
 from hf_paged.options.arguments import num_copies
-from hf_paged.options.notices import level_of_caller
 
 logger = logging.getLogger(__name__)
 

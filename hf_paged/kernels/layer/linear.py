@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from hf_paged.device.cuda import compute_capability, shared_memory
 from hf_paged.kernels._triton import triton
-from hf_paged.kernels.layer._dot_silu import dot_silu
+from hf_paged.kernels.layer._gate_up_silu import dot_silu
 from hf_paged.kernels.layer._gemv import GemvConfig, gemv
-from hf_paged.kernels.layer._linear_dot import DotConfig, dot_linear, dot_parts, joined_dot_parts
+from hf_paged.kernels.layer._splitk_linear import DotConfig, dot_linear, dot_parts, joined_dot_parts
 from hf_paged.kernels.layer.silu_mul import silu_mul_unchecked
 
 # Shared memory a block must be allowed for the tiles below, which take up to 96 KiB: with 99 KiB (sm_86, sm_89, sm_120)

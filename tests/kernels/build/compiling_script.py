@@ -171,7 +171,7 @@ def fork() -> dict[str, Any]:
     """In a child, while the parent prepares Triton in a thread that the child does not have."""
     compiling._hash_triton = lambda: time.sleep(0.5)
     begun = compiling.prepare_triton()
-    weights_checksum.begin_early(GPU)
+    weights_checksum.warm_up(GPU)
     if (child := os.fork()) == 0:
         signal.alarm(20)
         weights_checksum._warmed_up(GPU.index).result()

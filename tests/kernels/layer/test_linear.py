@@ -7,7 +7,7 @@ from pairs import every_pair
 
 from hf_paged.kernels.layer import linear as linear_module
 from hf_paged.kernels.layer._gemv import GemvConfig, gemv
-from hf_paged.kernels.layer._linear_dot import DotConfig, dot_parts
+from hf_paged.kernels.layer._splitk_linear import DotConfig, dot_parts
 from hf_paged.kernels.layer.linear import (
     choose_config,
     fastest_config,

@@ -17,7 +17,7 @@ from hf_paged.kernels._triton import (
     tl,
     triton,
 )
-from hf_paged.kernels.layer._linear_dot import DotConfig
+from hf_paged.kernels.layer._splitk_linear import DotConfig
 from hf_paged.kernels.layer.silu_mul import silu_mul_tile
 
 

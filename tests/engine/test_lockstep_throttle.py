@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged.engine.pace import Pace
+from hf_paged.engine.lockstep_throttle import LockstepThrottle
 
 
 @given(st.floats(1e-4, 0.1), st.floats(1.0, 20.0), st.integers(1, 400))
 def test_requests_take_at_most_half_as_long_again_beside_any_number_of_rows(alone, factor, num_steps):
     """Rows join whenever they may; what the last joined step cost is not paid off yet."""
-    pace, taken = Pace(), 0.0
+    pace, taken = LockstepThrottle(), 0.0
     pace.took(alone, joined=False)
     for _ in range(num_steps):
         joins = pace.may_join()
@@ -23,7 +23,7 @@ def test_requests_take_at_most_half_as_long_again_beside_any_number_of_rows(alon
 
 
 def test_rows_that_cost_nothing_join_every_step():
-    pace = Pace()
+    pace = LockstepThrottle()
     for _ in range(100):
         assert pace.may_join()
         pace.took(0.01, joined=True)
@@ -31,7 +31,7 @@ def test_rows_that_cost_nothing_join_every_step():
 
 @given(st.floats(1.01, 20.0))
 def test_rows_join_again_and_again(factor):
-    pace, joined = Pace(), 0
+    pace, joined = LockstepThrottle(), 0
     pace.took(0.01, joined=False)
     for _ in range(2000):
         joins = pace.may_join()
@@ -41,7 +41,7 @@ def test_rows_join_again_and_again(factor):
 
 
 def test_nothing_is_owed_once_no_request_is_left():
-    pace = Pace()
+    pace = LockstepThrottle()
     pace.took(0.01, joined=False)
     pace.took(0.10, joined=True)
     assert not pace.may_join()
@@ -51,7 +51,7 @@ def test_nothing_is_owed_once_no_request_is_left():
 
 def test_one_slow_step_does_not_count_as_the_time_of_a_step_alone():
     """Else rows would seem to cost nothing after it."""
-    pace = Pace()
+    pace = LockstepThrottle()
     pace.took(0.01, joined=False)
     pace.took(5.0, joined=False)
     pace.took(0.02, joined=True)
@@ -60,7 +60,7 @@ def test_one_slow_step_does_not_count_as_the_time_of_a_step_alone():
 
 @pytest.mark.parametrize("alone", [None, 0.01])
 def test_the_first_joined_step_is_let_in(alone):
-    pace = Pace()
+    pace = LockstepThrottle()
     if alone is not None:
         pace.took(alone, joined=False)
     assert pace.may_join()

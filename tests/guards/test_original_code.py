@@ -32,11 +32,11 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.qwen3 import modeling_qwen3
 
 import hf_paged
-from hf_paged.guards.at_home import Place, is_at_home
 from hf_paged.guards.families import FAMILIES
 from hf_paged.guards.hub_kernels import function_inside
-from hf_paged.guards.originals import of_class, of_family
-from hf_paged.guards.own_code import Originals, value_of
+from hf_paged.guards.origin import PatchPoint, is_original
+from hf_paged.guards.original_classes import of_class, of_family
+from hf_paged.guards.original_code import OriginalCode, value_of
 from hf_paged.options import table
 from hf_paged.options.patched_options import ALWAYS
 
@@ -244,7 +244,7 @@ def test_every_function_of_a_familys_file_that_its_forwards_name(family):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
 def test_all_that_a_family_reaches_is_at_home_and_watched(family):
     originals = of_family(family)
-    assert [str(place) for place in originals.places if not is_at_home(place, value_of(place))] == []
+    assert [str(place) for place in originals.places if not is_original(place, value_of(place))] == []
     assert originals.patched() is None
 
 
@@ -473,14 +473,14 @@ def test_defaults_and_closures_changed_in_place():
         return inner
 
     inner = outer(2.0)
-    originals = Originals(functions=[inner])
+    originals = OriginalCode(functions=[inner])
     assert originals.patched() is None and originals.version() == 0
     inner.__kwdefaults__["scale"] = 3.0
     assert originals.patched() is not None and originals.version() == 1
     inner.__kwdefaults__["scale"] = float("1.0")
     assert originals.patched() is not None  # equal, and another object
     inner = outer(2.0)
-    originals = Originals(functions=[inner])
+    originals = OriginalCode(functions=[inner])
     inner.__closure__[0].cell_contents = 3.0
     assert originals.patched() is not None and originals.version() == 1
     del inner.__closure__[0].cell_contents
@@ -565,15 +565,15 @@ def _own(self, hidden_states):
 
 def test_a_patch_that_was_there_first_is_no_original(monkeypatch):
     norm = modeling_qwen3.Qwen3RMSNorm
-    place, stock = Place(norm, "forward"), norm.forward
+    place, stock = PatchPoint(norm, "forward"), norm.forward
     for value in (_own, CohereLayerNorm.forward, torch.autocast("cpu")(stock), torch.no_grad()(_own)):
-        assert not is_at_home(place, value)
+        assert not is_original(place, value)
         with monkeypatch.context() as patch:
             patch.setattr(norm, "forward", value)
-            originals = Originals([(norm, "forward")])
+            originals = OriginalCode([(norm, "forward")])
             assert originals.patched() == "Qwen3RMSNorm.forward"
         assert originals.patched() is None  # undone
-    assert is_at_home(place, stock) and is_at_home(place, torch.no_grad()(stock))
+    assert is_original(place, stock) and is_original(place, torch.no_grad()(stock))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
@@ -582,25 +582,25 @@ def test_undone_a_patch_that_was_there_first_leaves_nothing_unwatched(family):
     for kind in {kind for kind, _ in _methods(family)}:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kind, "forward", _own)
-            originals = Originals([(kind, "forward")])
+            originals = OriginalCode([(kind, "forward")])
             assert originals.version() == 1
         assert originals.version() == 0 and originals.patched() is None
         watched = {(id(place.holder), place.name) for place in originals.places}
-        assert {(id(place.holder), place.name) for place in Originals([(kind, "forward")]).places} <= watched
+        assert {(id(place.holder), place.name) for place in OriginalCode([(kind, "forward")]).places} <= watched
 
 
 def test_a_patch_after_one_that_was_there_first_was_undone(monkeypatch):
     stock = modeling_qwen3.Qwen3Attention.forward
     with monkeypatch.context() as patch:
         patch.setattr(modeling_qwen3.Qwen3Attention, "forward", _own)
-        originals = Originals([(modeling_qwen3.Qwen3Attention, "forward")])
+        originals = OriginalCode([(modeling_qwen3.Qwen3Attention, "forward")])
     with monkeypatch.context() as patch:  # also one that is there while all is looked at again
         patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", _own)
         assert originals.patched() == "transformers.models.qwen3.modeling_qwen3.apply_rotary_pos_emb"
     assert originals.patched() is None
     with monkeypatch.context() as patch:  # what is known stays known, whatever is there when all is looked at again
         patch.setattr(modeling_qwen3.Qwen3Attention, "forward", _own)
-        originals = Originals([(modeling_qwen3.Qwen3Attention, "forward"), (modeling_qwen3.Qwen3MLP, "forward")])
+        originals = OriginalCode([(modeling_qwen3.Qwen3Attention, "forward"), (modeling_qwen3.Qwen3MLP, "forward")])
         patch.setattr(modeling_qwen3.Qwen3MLP, "__len__", 3, raising=False)
         patch.delattr(modeling_qwen3.Qwen3Attention, "forward")
         patch.setattr(modeling_qwen3.Qwen3Attention, "forward", stock, raising=False)
@@ -622,11 +622,12 @@ def _other_callables(function):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
 def test_no_other_callable_is_at_home_where_a_function_belongs(family):
     names = {name for function in _code_of(family) for name in _loaded(function, "GLOBAL")}
-    functions = [Place(family.modeling, n) for n in names if isinstance(vars(family.modeling).get(n), FunctionType)]
-    methods = [Place(kind, name) for kind, name in _methods(family)]
+    functions = [PatchPoint(family.modeling, n) for n in names
+                 if isinstance(vars(family.modeling).get(n), FunctionType)]
+    methods = [PatchPoint(kind, name) for kind, name in _methods(family)]
     for place in (*functions, *methods):
         for value in _other_callables(getattr(place.holder, place.name)):
-            assert not is_at_home(place, value), (place, value)
+            assert not is_original(place, value), (place, value)
 
 
 @pytest.mark.parametrize(("name", "value"), [
@@ -636,8 +637,8 @@ def test_no_other_callable_is_at_home_where_a_function_belongs(family):
     ("max", _own), ("ROPE_INIT_FUNCTIONS", {}),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_a_module_imports_is_what_the_other_has(name, value):
-    assert is_at_home(Place(modeling_qwen3, name), value_of(Place(modeling_qwen3, name)))
-    assert not is_at_home(Place(modeling_qwen3, name), value)
+    assert is_original(PatchPoint(modeling_qwen3, name), value_of(PatchPoint(modeling_qwen3, name)))
+    assert not is_original(PatchPoint(modeling_qwen3, name), value)
 
 
 def test_code_exchanged_inside_a_function(monkeypatch):

@@ -8,7 +8,7 @@ from itertools import chain, repeat
 from torch import nn
 
 
-class Untouched:
+class ModuleSnapshot:
     """Record of the modules in a root: while it `holds`, earlier look-ups in them are valid, but for parameters."""
 
     def __init__(self, root: nn.Module) -> None:

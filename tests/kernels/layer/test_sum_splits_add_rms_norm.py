@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm_triton
-from hf_paged.kernels.layer.join_add_rms_norm import (
-    join_add_rms_norm,
+from hf_paged.kernels.layer.sum_splits_add_rms_norm import (
     join_add_rms_norm_reference,
     join_add_rms_norm_triton,
+    sum_splits_add_rms_norm,
 )
 
 pytestmark = pytest.mark.usefixtures("guarded_outputs")
@@ -45,11 +45,11 @@ def test_same_bits_as_the_product_joined_before(parts, rows, width, dtype):
 def test_tensors_of_another_dtype_or_shape_are_refused_by_name():
     sums, residual, weight = make(2, 3, 16, torch.float16)
     with pytest.raises(ValueError, match="parts"):
-        join_add_rms_norm(sums.half(), residual, weight, 1e-6)
+        sum_splits_add_rms_norm(sums.half(), residual, weight, 1e-6)
     with pytest.raises(ValueError, match="residual"):
-        join_add_rms_norm(sums, residual[:2], weight, 1e-6)
+        sum_splits_add_rms_norm(sums, residual[:2], weight, 1e-6)
     with pytest.raises(ValueError, match="weight"):
-        join_add_rms_norm(sums, residual, weight.float(), 1e-6)
+        sum_splits_add_rms_norm(sums, residual, weight.float(), 1e-6)
 
 
 @pytest.mark.gpu
@@ -57,7 +57,7 @@ def test_tensors_of_another_dtype_or_shape_are_refused_by_name():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gpu_kernel_gives_the_same_bits_as_the_product_joined_before(rows, dtype):
     sums, residual, weight = make(4, rows, 1024, dtype, "cuda")
-    normed, summed = join_add_rms_norm(sums, residual, weight, 1e-6)
+    normed, summed = sum_splits_add_rms_norm(sums, residual, weight, 1e-6)
     wanted = add_rms_norm_triton((((sums[0] + sums[1]) + sums[2]) + sums[3]).to(dtype), residual, weight, 1e-6)
     assert torch.equal(normed, wanted[0])
     assert torch.equal(summed, wanted[1])

@@ -8,10 +8,10 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_paged.errors import Reason
-from hf_paged.guards.remedies import REMOVE_HOOK
+from hf_paged.guards.hints import REMOVE_HOOK
 
 
-def surroundings_reason() -> Reason | None:
+def global_state_reason() -> Reason | None:
     """Return why global hooks or modes keep the engine from computing as stock would, or None."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return Reason("global forward hooks are registered", remedy=REMOVE_HOOK)

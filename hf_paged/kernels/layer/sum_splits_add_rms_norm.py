@@ -50,13 +50,13 @@ def join_add_rms_norm_unchecked(
     return run(parts, residual, weight, eps)
 
 
-join_add_rms_norm = checked(_check, join_add_rms_norm_unchecked)
+sum_splits_add_rms_norm = checked(_check, join_add_rms_norm_unchecked)
 
 
 def join_add_rms_norm_reference(
     parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`join_add_rms_norm` in plain torch."""
+    """:func:`sum_splits_add_rms_norm` in plain torch."""
     return add_rms_norm_reference(joined_reference(parts, residual.dtype), residual, weight, eps)
 
 
@@ -96,7 +96,7 @@ def _join_add_rms_norm_kernel(
 def join_add_rms_norm_triton(
     parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`join_add_rms_norm` as one Triton launch, a program per row."""
+    """:func:`sum_splits_add_rms_norm` as one Triton launch, a program per row."""
     require_triton()
     num_parts, num_rows, width = parts.shape
     normed, summed = (torch.empty(num_rows, width, dtype=residual.dtype, device=parts.device) for _ in range(2))

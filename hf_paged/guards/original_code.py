@@ -1,6 +1,6 @@
 """Detection of patches in the code of transformers and torch that the native path stands in for.
 
-`Originals` records the values that code, reached from some methods, finds by the names in it. A check compares their
+`OriginalCode` records the values that code, reached from some methods, finds by the names in it. A check compares their
 identities, all in one pass.
 """
 
@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from hf_paged.guards import at_home
-from hf_paged.guards.at_home import ABSENT, CALL_CHAIN, Place, is_at_home, package_of
+from hf_paged.guards import origin as at_home
 from hf_paged.guards.hub_kernels import function_inside
+from hf_paged.guards.origin import ABSENT, CALL_CHAIN, PatchPoint, is_original, package_of
 
 # Modules whose functions are searched for what they call.
 _ENTERED = ("transformers.", "torch.nn.modules.", "torch.nn.functional", "hf_paged.parallel.layers")
@@ -38,7 +38,7 @@ _MISSING = object()
 _MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
-class Originals:
+class OriginalCode:
     """Record of the code reached from `roots`, as it was when the record was made.
 
     Args:
@@ -65,7 +65,7 @@ class Originals:
         return _Table(places, {key: _own_value(place) for key, place in places.items()} | before.originals())
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[PatchPoint]:
         """All watched places."""
         return self._table.places
 
@@ -96,31 +96,31 @@ class Originals:
     def _latest(self) -> _Table:
         table = self._table
         patched_first = [place for place, value in table.expected() if value is _MISSING] if table.lacks_any else ()
-        if any(is_at_home(place, value_of(place)) for place in patched_first):
+        if any(is_original(place, value_of(place)) for place in patched_first):
             # A patch was undone: what the original code reaches was unknown before.
             self._table = table = self._take(table)
         return table
 
 
-def _is_deepspeeds_linear(place: Place, value: Any) -> bool:
+def _is_deepspeeds_linear(place: PatchPoint, value: Any) -> bool:
     """Return whether `value` is ZeRO-3's `linear`: the same product, which only keeps less for a backward."""
     named = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     return (place.holder is torch.nn.functional and place.name == "linear"
             and named == ("deepspeed.runtime.zero.linear", "zero3_linear_wrap"))
 
 
-def _key(place: Place) -> tuple[int, str]:
+def _key(place: PatchPoint) -> tuple[int, str]:
     return id(place.holder), place.name
 
 
-def _own_value(place: Place) -> Any:
-    return value if is_at_home(place, value := value_of(place)) else _MISSING
+def _own_value(place: PatchPoint) -> Any:
+    return value if is_original(place, value := value_of(place)) else _MISSING
 
 
 class _Table:
     """Table that reads many places at the speed of C, from the dicts of their holders: no user's code runs."""
 
-    def __init__(self, by_key: dict[tuple[int, str], Place], values: dict[tuple[int, str], Any]) -> None:
+    def __init__(self, by_key: dict[tuple[int, str], PatchPoint], values: dict[tuple[int, str], Any]) -> None:
         """Arrange places and their original `values`: an object, `ABSENT`, or `_MISSING` if the original is unknown."""
         held = [place for key, place in by_key.items() if values[key] is not ABSENT]
         nothing = [place for key, place in by_key.items() if values[key] is ABSENT]
@@ -128,7 +128,7 @@ class _Table:
         self._getters, self._names = [_space(holder).get for holder, _ in spaces], [names for _, names in spaces]
         parts = [place for place in held if isinstance(place.holder, _OF_PARTS)]
         self._owners, self._parts = [place.holder for place in parts], [place.name for place in parts]
-        held = [Place(holder, name) for holder, names in spaces for name in names] + parts
+        held = [PatchPoint(holder, name) for holder, names in spaces for name in names] + parts
         self._values = [values[_key(place)] for place in held]
         self.places = held + nothing
         self.lacks_any = any(value is _MISSING for value in self._values)
@@ -136,7 +136,7 @@ class _Table:
         empty = _by_holder(nothing)
         self._keys, self._missing = [_space(holder).keys() for holder, _ in empty], [frozenset(n) for _, n in empty]
 
-    def expected(self) -> Iterator[tuple[Place, Any]]:
+    def expected(self) -> Iterator[tuple[PatchPoint, Any]]:
         """Return every place with its original value."""
         return zip(self.places, itertools.chain(self._values, itertools.repeat(ABSENT)), strict=False)
 
@@ -161,7 +161,7 @@ _ABSENTS = itertools.repeat(ABSENT)
 _ARE_DISJOINT: Callable[[Any, Any], bool] = type({}.keys()).isdisjoint
 
 
-def value_of(place: Place) -> Any:
+def value_of(place: PatchPoint) -> Any:
     """Return the value that a place holds now, or `ABSENT`."""
     if not isinstance(place.holder, _OF_PARTS):
         return _space(place.holder).get(place.name, ABSENT)
@@ -176,7 +176,7 @@ def _space(holder: Any) -> Mapping[str, Any]:
     return holder if type(holder) is dict else vars(holder)
 
 
-def _by_holder(places: list[Place]) -> list[tuple[Any, list[str]]]:
+def _by_holder(places: list[PatchPoint]) -> list[tuple[Any, list[str]]]:
     groups: dict[int, tuple[Any, list[str]]] = {}
     for holder, name in places:
         groups.setdefault(id(holder), (holder, []))[1].append(name)
@@ -187,7 +187,7 @@ class _Walk:
     """Walk that collects the places that some code reaches, whatever object a name in the code is an attribute of."""
 
     def __init__(self, entered: tuple[str, ...]) -> None:
-        self.places: dict[tuple[int, str], Place] = {}
+        self.places: dict[tuple[int, str], PatchPoint] = {}
         self._entered_modules = entered
         self._entered: set[tuple[FunctionType, Any]] = set()
         self._names: set[str] = set()  # that occur in any entered code
@@ -213,7 +213,7 @@ class _Walk:
         key = id(holder), name
         if key in self.places:
             return False
-        self.places[key] = Place(holder, name)
+        self.places[key] = PatchPoint(holder, name)
         return True
 
     def enter(self, function: Any, owner: type | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 
-def aliases(tensors: Sequence[torch.Tensor], held: list[torch.Tensor]) -> list[torch.Tensor]:
+def keep_alive(tensors: Sequence[torch.Tensor], held: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return aliases of all `tensors`: the `held` tensors if they still are aliases, else new ones."""
     # Compare storages: after a resize, another storage that nothing keeps alive may have the old address.
     is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]

@@ -16,9 +16,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.guards.activations import ELEMENTWISE
-from hf_paged.guards.at_home import Place, is_own_function
 from hf_paged.guards.families import FAMILIES, Family, Wrapper
-from hf_paged.guards.own_code import Originals, of_tensors
+from hf_paged.guards.origin import PatchPoint, is_own_function
+from hf_paged.guards.original_code import OriginalCode, of_tensors
 
 # Methods that decide the inputs of stock generate's forward and the use of its result.
 DECIDING_METHODS = (
@@ -26,36 +26,36 @@ DECIDING_METHODS = (
     "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_optimize_model_for_decode",
     "_has_unfinished_sequences", "get_compiled_call",
 )
-_FAMILIES: dict[tuple[str, Wrapper | None], Originals] = {}
-_ENTRIES: dict[Any, Originals] = {}  # by transformers' function in a registry
+_FAMILIES: dict[tuple[str, Wrapper | None], OriginalCode] = {}
+_ENTRIES: dict[Any, OriginalCode] = {}  # by transformers' function in a registry
 _NOT_IN_A_FORWARD = frozenset({"extra_repr", "reset_parameters", "_init_weights", "kernel_condition"})
 
 
 @functools.cache
-def of_class(kind: type) -> Originals:
+def of_class(kind: type) -> OriginalCode:
     """Return the originals of a class of modules, processors or criteria: what its objects run when made and called."""
     names: Iterable[str] = _functions_of(kind)
     if issubclass(kind, nn.Module):
         names = ("__call__", "forward") if kind.forward is not nn.Module.forward else ("__call__",)  # or a container
     package = kind.__module__.split(".")[0]
-    return Originals([(kind, name) for name in names], packages=() if package == "torch" else (f"{package}.",))
+    return OriginalCode([(kind, name) for name in names], packages=() if package == "torch" else (f"{package}.",))
 
 
-def of_family(family: Family) -> Originals:
+def of_family(family: Family) -> OriginalCode:
     """Return the originals of all classes that a model of this family may contain; imports its modeling file."""
     key = family.package, family.wrapper
     if key not in _FAMILIES:
-        bindings = [Place(family.modeling, name) for name in family.class_names()]
+        bindings = [PatchPoint(family.modeling, name) for name in family.class_names()]
         if (wrapper := family.wrapper) is not None:
-            bindings += [Place(wrapper.modeling, kind.__name__) for kind in (family.model_class, wrapper.body)]
-        classes = Originals(bindings)
+            bindings += [PatchPoint(wrapper.modeling, kind.__name__) for kind in (family.model_class, wrapper.body)]
+        classes = OriginalCode(bindings)
         if classes.patched() is not None:  # unknown classes: they must not be recorded as original
             return classes
         _FAMILIES[key] = _of_family(family, bindings)
     return _FAMILIES[key]
 
 
-def _of_family(family: Family, bindings: list[Place]) -> Originals:
+def _of_family(family: Family, bindings: list[PatchPoint]) -> OriginalCode:
     parts = {kind for part in family.parts for kind in family.classes(part)}
     roots = [
         (kind, name) for kind in sorted(parts, key=lambda kind: kind.__name__)
@@ -65,7 +65,7 @@ def _of_family(family: Family, bindings: list[Place]) -> Originals:
     deciding = [(model_class, name) for name in DECIDING_METHODS if hasattr(model_class, name)]
     if family.wrapper is not None:
         deciding += [(family.wrapper.body, name) for name in ("forward", "__call__")]
-    return Originals([*bindings, *roots, *deciding, *of_tensors()])
+    return OriginalCode([*bindings, *roots, *deciding, *of_tensors()])
 
 
 def patched_class(kinds: Iterable[type]) -> str | None:
@@ -78,7 +78,7 @@ def patched_entry(function: Any) -> str | None:
     if function not in _ENTRIES:
         if not is_own_function(function):
             return str(getattr(function, "__qualname__", function))
-        _ENTRIES[function] = Originals(functions=[function])
+        _ENTRIES[function] = OriginalCode(functions=[function])
     return _ENTRIES[function].patched()
 
 
@@ -109,7 +109,7 @@ def _take_early() -> None:
             of_family(family)
 
 
-MERGING = Originals([
+MERGING = OriginalCode([
     (GenerationMixin, "_prepare_generation_config"), (GenerationConfig, "update"), (GenerationConfig, "validate"),
 ])
 _take_early()

@@ -19,7 +19,7 @@ from torch import nn
 
 import hf_paged
 from hf_paged.engine.session import NewRequest
-from hf_paged.guards.facts import Facts
+from hf_paged.guards.snapshot import ModelSnapshot
 from hf_paged.models import eligibility
 from hf_paged.options.settings import RequestSettings
 
@@ -206,18 +206,20 @@ def test_the_quick_comparison_gives_the_digest_of_the_model_as_it_is(change):
 ])
 def test_the_quick_comparison_leaves_out_tensors_and_hooks_alone(change, quick):
     model = tiny_model()
-    facts = Facts(model)
+    facts = ModelSnapshot(model)
     assert facts.hold(model) and facts.hold_but_for_tensors(model)
     change(model)
     assert not facts.hold(model) and facts.hold_but_for_tensors(model) is quick
-    assert Facts(model).hold_but_for_tensors(model) is (change is not _wrapped)
+    assert ModelSnapshot(model).hold_but_for_tensors(model) is (change is not _wrapped)
 
 
 def test_facts_keep_nothing_alive():
     model = tiny_model()
     model.model.layers[0].parent = [model]  # a way back to the model
     model.model.layers[1].tensor = tensor = torch.ones(3)
-    facts, gone = Facts(model), [weakref.ref(o) for o in (model, tensor, model.model.layers[0], model.lm_head.weight)]
+    kept = model, tensor, model.model.layers[0], model.lm_head.weight
+    facts, gone = ModelSnapshot(model), [weakref.ref(one) for one in kept]
+    del kept
     del model, tensor
     gc.collect()
     assert [reference() for reference in gone] == [None] * 4 and facts is not None
@@ -239,7 +241,7 @@ def _with(value):
 def test_facts_of_an_unchanged_model_hold(prepare):
     """Where they did not, every step of a stream would look at all modules anew."""
     model = prepare(tiny_model())
-    assert Facts(model).hold(model)
+    assert ModelSnapshot(model).hold(model)
 
 
 def _itself():
@@ -256,7 +258,7 @@ def test_what_a_container_holds_is_looked_at(container, key):
     """`plain_tensors` finds tensors in containers of every class."""
     model = tiny_model()
     model.kept = copy.copy(container)
-    facts = Facts(model)
+    facts = ModelSnapshot(model)
     model.kept[key] = torch.ones(2)
     assert not facts.hold(model)
 
@@ -264,13 +266,13 @@ def test_what_a_container_holds_is_looked_at(container, key):
 def test_what_a_config_inside_a_container_says_is_looked_at():
     model = tiny_model()
     model.kept = [tiny_model().config]
-    assert not Facts(model).hold(model)  # left to the full checks
+    assert not ModelSnapshot(model).hold(model)  # left to the full checks
 
 
 def test_a_module_inside_itself_is_left_to_the_full_checks():
     model = tiny_model()
     model.model.layers[0].mlp.again = model.model.layers[0]
-    assert not Facts(model).hold(model)
+    assert not ModelSnapshot(model).hold(model)
 
 
 def test_a_step_that_takes_in_requests_compares_once(monkeypatch):
@@ -278,8 +280,8 @@ def test_a_step_that_takes_in_requests_compares_once(monkeypatch):
     model = hf_paged.enable(tiny_model())
     engine = hf_paged.get_engine(model)
     engine._executor.look()
-    asked, hold = [], Facts.hold
-    monkeypatch.setattr(Facts, "hold", lambda *args: asked.append(0) or hold(*args))
+    asked, hold = [], ModelSnapshot.hold
+    monkeypatch.setattr(ModelSnapshot, "hold", lambda *args: asked.append(0) or hold(*args))
     with engine.session() as session:
         for token in (3, 4):  # idle, then busy
             engine.add(session, NewRequest([token] * 20, RequestSettings(50), seed=0))
@@ -294,7 +296,7 @@ def test_code_of_the_user_between_two_looks_of_a_step_is_noticed(monkeypatch):
     model = hf_paged.enable(tiny_model())
     engine = hf_paged.get_engine(model)
     loop, norm = engine._core, model.model.norm
-    commit = loop._commit_in_flight
+    commit = loop.commit_in_flight
 
     def commits_and_changes():
         norm.variance_epsilon = 0.25
@@ -304,7 +306,7 @@ def test_code_of_the_user_between_two_looks_of_a_step_is_noticed(monkeypatch):
         engine.add(session, NewRequest([3] * 20, RequestSettings(50), seed=0))
         engine.advance([session])[0]
         norm.variance_epsilon = 0.5
-        monkeypatch.setattr(loop, "_commit_in_flight", commits_and_changes)
+        monkeypatch.setattr(loop, "commit_in_flight", commits_and_changes)
         engine.advance([session])[0]
         monkeypatch.undo()
         assert norm.variance_epsilon == 0.25

@@ -16,7 +16,7 @@ _QUIET = {"temperature": 0.0, "top_k": 50}
 _LENGTHS = ("max_new_tokens", "max_length")
 
 
-class Notices:
+class ArgumentWarnings:
     """What one `PagedGenerator` has warned of."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ MOST_CHOICES = 128
 
 
 @dataclass
-class Wishes:
+class ServerRequest:
     """Parsed request body, filled by `read_body`; a field's default means that the body does not set it.
 
     Attributes:

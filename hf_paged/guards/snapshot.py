@@ -1,8 +1,8 @@
 """Snapshot of all that the checks of a model, and the digest of its state, read: while it holds, so do their results.
 
-The full checks take milliseconds on a large model, which rarely changes between two checks. `Facts` remembers the model
-column by column and compares at the speed of C. It keeps no module, tensor or object of the user's alive: values other
-than numbers, names and containers of these are held by weak references.
+The full checks take milliseconds on a large model, which rarely changes between two checks. `ModelSnapshot` remembers
+the model column by column and compares at the speed of C. It keeps no module, tensor or object of the user's alive:
+values other than numbers, names and containers of these are held by weak references.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Never:
         return False
 
 
-class Facts:
+class ModelSnapshot:
     """Snapshot of a model's modules, attributes, tensors, hooks and configs."""
 
     def __init__(self, model: nn.Module) -> None:

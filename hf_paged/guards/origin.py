@@ -35,7 +35,7 @@ _IMPORT_FROM = re.compile(r"^[ \t]*from[ \t]+(\S+)[ \t]+import[ \t]+(\([^)]*\)|[
 _IMPORT = re.compile(r"^[ \t]*import[ \t]+(\S+)(?:[ \t]+as[ \t]+(\w+))?", re.MULTILINE)
 
 
-class Place(NamedTuple):
+class PatchPoint(NamedTuple):
     """Name in a class, a module, a function or another object, which may hold a value."""
 
     holder: Any
@@ -48,7 +48,7 @@ class Place(NamedTuple):
         return f"{getattr(holder, '__name__', type(holder).__name__)}.{self.name}"
 
 
-def is_at_home(place: Place, value: Any) -> bool:
+def is_original(place: PatchPoint, value: Any) -> bool:
     """Return whether `value` is original: written for this place, by its own name and file."""
     if isinstance(place.holder, ModuleType):
         return _is_modules(place.holder, place.name, value)
@@ -59,7 +59,7 @@ def is_at_home(place: Place, value: Any) -> bool:
 
 def is_method_of_mixin(name: str, function: Any) -> bool:
     """Return whether `function` is the decoding method that transformers' `GenerationMixin` defines as `name`."""
-    return is_at_home(Place(GenerationMixin, name), function)
+    return is_original(PatchPoint(GenerationMixin, name), function)
 
 
 def is_own_function(function: Any) -> bool:

@@ -8,7 +8,7 @@ _MEMORY = 0.8  # of what joined steps took before, in the running mean
 _FORGOTTEN = 1.01  # a step alone, with nothing in its way, takes as long as the shortest of late
 
 
-class Pace:
+class LockstepThrottle:
     """Seconds of steps with and without joining rows, and what the requests are owed.
 
     A step with many rows takes longer than one with few. Were every other step a long one, a single request would wait

@@ -1,11 +1,11 @@
-"""Whatever comes between two steps and changes what a layer's modules are, `Untouched` notices."""
+"""Whatever comes between two steps and changes what a layer's modules are, `ModuleSnapshot` notices."""
 
 import pytest
 from support import tiny_model
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from hf_paged.guards.untouched import Untouched
+from hf_paged.guards.module_snapshot import ModuleSnapshot
 
 
 def hook(*_):
@@ -41,17 +41,17 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_is_noticed(change):
     model = tiny_model()
-    watch = Untouched(model.model)
+    watch = ModuleSnapshot(model.model)
     assert watch.holds(model.model)
     change(model)
     assert not watch.holds(model.model)
-    assert Untouched(model.model).holds(model.model)
+    assert ModuleSnapshot(model.model).holds(model.model)
 
 
 def test_a_hook_that_went_is_noticed_and_one_that_came_and_went_is_none():
     model = tiny_model()
     handle = layer(model).mlp.register_forward_hook(hook)
-    watch = Untouched(model.model)
+    watch = ModuleSnapshot(model.model)
     other = layer(model).mlp.down_proj.register_forward_hook(hook)
     other.remove()
     assert watch.holds(model.model)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from hf_paged.outputs import EngineStats
 
 
-class Activity(NamedTuple):
+class EngineRates(NamedTuple):
     """Rates between two readings, and values at the second one.
 
     Attributes:
@@ -27,11 +27,11 @@ class Activity(NamedTuple):
     num_preemptions: int
 
 
-def activity(before: EngineStats, now: EngineStats, seconds: float) -> Activity:
+def activity(before: EngineStats, now: EngineStats, seconds: float) -> EngineRates:
     """Compute the rates between two readings; `seconds` must be positive."""
     queries = now.prefix_cache_queries - before.prefix_cache_queries
     hits = now.prefix_cache_hits - before.prefix_cache_hits
-    return Activity(
+    return EngineRates(
         prefill_per_second=(now.num_prefill_tokens - before.num_prefill_tokens) / seconds,
         generated_per_second=(now.num_generated_tokens - before.num_generated_tokens) / seconds,
         num_running=now.num_running, num_waiting=now.num_waiting,
