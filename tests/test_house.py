@@ -23,7 +23,8 @@ MOST_LINES, MOST_FILES = 47_600, 335
 MOST_LINES_OF_A_FILE = 700
 LONG_FILES = {"engine/engine.py": 1_240}
 MOST_FILES_IN_A_FOLDER = 15
-FULL_FOLDERS = {"engine": 31, "guards": 16, "integration": 32, "models": 26, "options": 16, "parallel": 16, "runner": 16}
+FULL_FOLDERS = {"engine": 31, "guards": 16, "integration": 32, "models": 26, "options": 16, "parallel": 16,
+                "runner": 16}
 # Words that name no thing of the code (who does it, to whom is it told?), in docstrings and comments.
 VAGUE = ("nobody", "somebody", "whoever", "told", "asked")
 MOST_VAGUE = {"nobody": 27, "somebody": 5, "whoever": 8, "told": 22, "asked": 40}
