@@ -165,12 +165,15 @@ def option_of(name: str) -> Option:
     return OPTIONS.get(name) or Option(name, STOCK)
 
 
+_MADE = frozenset(name for name, option in OPTIONS.items() if option.path == NATIVE and option.made is not None)
+
+
 def classes(config: GenerationConfig) -> Iterator[type]:
     """The classes of processors and criteria that stock makes for the native options of a merged config."""
     for name, value in vars(config).items():
-        option = OPTIONS.get(name)
-        if option is None or option.path != NATIVE or option.made is None or value is None:
+        if value is None or name not in _MADE:
             continue
+        option = OPTIONS[name]
         if option.only_sampling and not config.do_sample:
             continue
         try:

@@ -125,7 +125,7 @@ def test_several_engines_in_one_registry_are_told_apart():
 
 
 def test_nothing_is_watched_before_somebody_asks(generator):
-    assert not generator.engine._core.observers
+    assert not generator.engine._core.observers.all
     generator.metrics()
     generator.metrics(prometheus_client.CollectorRegistry())
     assert len(generator.engine._core.observers._all) == 1
