@@ -165,7 +165,7 @@ def option_of(name: str) -> Option:
     return OPTIONS.get(name) or Option(name, STOCK)
 
 
-_MADE = frozenset(name for name, option in OPTIONS.items() if option.path == NATIVE and option.made is not None)
+_MADE = {name: option.made for name, option in OPTIONS.items() if option.path == NATIVE and option.made is not None}
 
 
 def classes(config: GenerationConfig) -> Iterator[type]:
@@ -181,4 +181,4 @@ def classes(config: GenerationConfig) -> Iterator[type]:
         except (TypeError, ValueError, RuntimeError):  # not a value for this option; `settings_from_config` names it
             is_made = True
         if is_made:
-            yield option.made
+            yield _MADE[name]

@@ -128,7 +128,7 @@ def test_nothing_is_watched_before_somebody_asks(generator):
     assert not generator.engine._core.observers.all
     generator.metrics()
     generator.metrics(prometheus_client.CollectorRegistry())
-    assert len(generator.engine._core.observers._all) == 1
+    assert len(generator.engine._core.observers.all) == 1
 
 
 def test_reading_while_requests_run_waits_for_no_lock_for_ever(generator):
