@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 def test_right_and_wrong_guesses_change_no_token(monkeypatch, settings, lengths, backend):
     """float32, where products of other shapes move no choice; groups of any size are read together."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    monkeypatch.setattr("hf_paged.kernels.attention.grouped_decode.MIN_SAVED", 0)
+    monkeypatch.setattr("hf_paged.attention.choose_groups.MIN_SAVED", 0)
     monkeypatch.setattr("hf_paged.attention.plan_groups.MIN_SAVED_SHARE", 0.0)
     prompts, rng = random_prompts(lengths), random.Random(0)
     model = tiny_model(max_position_embeddings=2048).cuda()
