@@ -65,3 +65,9 @@ def test_prose_names_what_it_speaks_of(word):
     found = {str(path.relative_to(PACKAGE)): count for path in FILES
              if (count := len(re.findall(rf"\b{word}\b", prose(path), re.IGNORECASE)))}
     assert sum(found.values()) <= MOST_VAGUE[word], found
+
+
+def test_two_files_renew_what_a_fork_leaves_behind():
+    """Locks by `process_lock`, engines by their registry: a new lock or engine needs no code of its own."""
+    found = {str(path.relative_to(PACKAGE)) for path in FILES if "register_at_fork" in path.read_text()}
+    assert found == {"process_lock.py", "engine/engine_registry.py"}
