@@ -137,8 +137,7 @@ def _is_zero(max_new_tokens: Any) -> bool:
 
 
 class _Call:
-    """A marker whose only reference is the frame of `Engine.lockstep`: a dead weak reference to it means that the call
-    has ended, also after an interrupt."""
+    """A marker referenced by the frame of `Engine.lockstep` alone: it dies with the call, also after an interrupt."""
 
 
 class Engine:
@@ -270,8 +269,7 @@ class Engine:
             self.after_step(lambda: self._carry_out(End((request_id,), "abort")))  # a tokenizer may abort inside a step
 
     def unfinished_copies(self, request_id: str) -> list[str]:
-        """Return the ids of unfinished requests of all callers that equal ``request_id`` or that `copy_ids` made of it.
-        """
+        """Return the ids of all callers' unfinished requests that are ``request_id`` or that `copy_ids` made of it."""
         with self._lock.turn(), self._lock.rlock:
             ids = [*self._commands.expected, *self._core.requests]
         return [one for one in ids if one == request_id or is_copy(one, request_id)]
@@ -335,8 +333,7 @@ class Engine:
             return request.request_id
 
     def add_all(self, session: Session, requests: list[NewRequest]) -> list[str | ValueError]:
-        """Call `add` for each request; return its id, or the ValueError that `add` raised for it. Other exceptions are
-        raised."""
+        """Call `add` for each request, and return its id or its ValueError; raises other exceptions."""
         added: list[str | ValueError] = []
         for new in requests:
             try:
@@ -346,10 +343,7 @@ class Engine:
         return added
 
     def advance(self, sessions: list[Session], *, always_step: bool = False) -> list[list[StepOutput]]:
-        """Run at most one step, and return for each session its waiting outputs; a list may be empty.
-
-        No step runs while a session has outputs, unless ``always_step`` is set.
-        """
+        """Return each session's outputs; run a step before that if no session has any, or if ``always_step`` is set."""
         self._refuse_inside("step() was called")
         with self._lock.turn(after_others=True) as turn, self._lock.rlock:
             turn.leave()
@@ -377,8 +371,7 @@ class Engine:
     def lockstep(self, prompts: list[list[int]], max_new_tokens: int, cache_salt: bytes = b"",
                  autocast: torch.dtype | None = None,
                  adapters: list[str | None] | None = None) -> Iterator[LockstepBatch | Reason]:
-        """Open a lockstep batch, whose rows step together while the caller picks their tokens; yield the batch, or the
-        reason why the rows cannot run.
+        """Open a batch of rows that step together while the caller picks their tokens, or yield why they cannot.
 
         Requests of other callers run at the same time. The engine's lock is held only while logits are computed.
 
@@ -485,8 +478,7 @@ class Engine:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        """Return one line. The engine's lock is not taken, so that a debugger can show an engine in the middle of a
-        step; the figures may be of different moments."""
+        """Return one line. It takes no lock, for debuggers: its figures may be of different moments."""
         if self._is_shut_down or not self._executor.has_source:
             return "Engine(closed)"
         model, scheduler = self._executor.source, self._core.scheduler
@@ -575,7 +567,7 @@ class Engine:
         return draw(self.cache_view(), trace)
 
     def watch(self, observer: Observer) -> None:
-        """Call an observer for each event of the steps from now on, the steps under way included."""
+        """Call an observer for each event from now on, events of the steps under way included."""
         with self._lock.turn(), self._lock.rlock:
             self._core.observers.add(observer)
 
@@ -594,8 +586,7 @@ class Engine:
         allocates the memory again.
 
         On a GPU where the pool lies in reserved addresses (see docs/design/memory.md), the addresses, the CUDA graphs
-        and the tables that the graphs read stay, and nothing is captured anew. Elsewhere all of them are freed, as with
-        `graphs`.
+        and the tables that the graphs read stay, and nothing is captured anew. Elsewhere all are freed, as by `graphs`.
 
         Args:
             graphs: also free the captured CUDA graphs with their working memory, and all other device memory of the
@@ -699,10 +690,9 @@ class Engine:
 
         Args:
             weights: whole tensors by their names in the unsharded model's `state_dict`, as a dict or as pairs; of any
-                float dtype, on any device. An iterator of pairs is read one pair at a time, may be interrupted by
-                Ctrl-C, and may not use the engine. Tied weights may be given by one name or by both. Names of
-                checkpoints that keep each expert's matrices apart, or leave out the causal LM's prefix, are accepted,
-                too.
+                float dtype, on any device. An iterator is read one pair at a time, may be interrupted by Ctrl-C, and
+                may not use the engine. Tied weights may have one name or both. Names of checkpoints that keep each
+                expert's matrices apart, or leave out the causal LM's prefix, are accepted, too.
             partial: some of the model's tensors may be missing, and keep their values.
 
         Raises:
@@ -887,8 +877,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """The scheduler of the present pool, or None without a pool. The caller must hold the engine's lock, as
-        observers do."""
+        """The scheduler of the present pool, or None; for code that holds the engine's lock, as observers do."""
         return self._core.scheduler
 
     @property
@@ -941,8 +930,7 @@ class Engine:
         return unsupported_reason(self._executor)
 
     def precision_reason(self) -> Reason | None:
-        """Return the reason why a native call of this thread cannot run beside the running requests, whose precision
-        is another one; None if it can."""
+        """Return the reason why this thread's call cannot run beside requests of another precision, or None."""
         if not self._core.is_in_use or (autocast := self.autocast_of_call()) == self._executor.autocast:
             return None
         return self._busy_reason(autocast)
@@ -972,8 +960,7 @@ class Engine:
             return self._core.model_mark()
 
     def check_runnable(self) -> None:
-        """Raise UnsupportedModelError with the reason of `unsupported_reason`, EngineClosedError after `shutdown`, or
-        what `check_gathered` raises."""
+        """Raise UnsupportedModelError for `unsupported_reason`, EngineClosedError if closed, or as `check_gathered`."""
         self._check_open()
         if (reason := self.unsupported_reason()) is not None:
             raise UnsupportedModelError(_CANNOT_RUN + reason.with_remedy)
@@ -1006,8 +993,7 @@ class Engine:
         return [self.check_prompt(prompt) for prompt in prompts]
 
     def check_made(self, prompt: list[int], made: PreviousOutput, settings: RequestSettings) -> PreviousOutput:
-        """Return an earlier output that a checked prompt can continue, or raise a ValueError or TypeError that says why
-        it cannot."""
+        """Return an earlier output that a checked prompt can continue, or raise a ValueError or TypeError."""
         made = made.checked(self._executor.vocab_size, settings.max_new_tokens, settings.logprobs)
         count = len(made.token_ids)
         if count and (reason := self.too_long(len(prompt) + count - 1, 1)) is not None:
@@ -1030,8 +1016,7 @@ class Engine:
         return read
 
     def grammar_of(self, structured: Structured, tokenizer: Any = None) -> XGrammar:
-        """Return the grammar of a form for a tokenizer (None means the engine's); raises what `Grammars.compile`
-        raises."""
+        """Return the grammar of a form for a tokenizer, by default the engine's; raises as `Grammars.compile`."""
         return self._core.grammars.compile(structured, self._tokenizer_of_grammars(tokenizer))
 
     def begin_grammar(self, structured: Structured, tokenizer: Any = None) -> Future[XGrammar]:
@@ -1049,8 +1034,7 @@ class Engine:
         return own if given is None else given
 
     def check_adapter(self, adapter_name: Any) -> str:
-        """Return the name of an adapter that requests can use now, or raise a ValueError or TypeError that says why
-        they cannot."""
+        """Return the name of an adapter that requests can use, or raise a ValueError or TypeError with the cause."""
         if not isinstance(adapter_name, str):
             raise TypeError(f"adapter_name={adapter_name!r:.200}: expected None or a str")
         name = str.__str__(adapter_name)
@@ -1064,8 +1048,7 @@ class Engine:
         return self._executor.adapter_names
 
     def adapters_of_rows(self, num_rows: int) -> list[str | None] | Reason:
-        """Return the adapter of each row of a forward under PEFT's `adapter_names` of this thread (None for a row
-        without one), or the reason why rows cannot run with these adapters."""
+        """Return the adapter or None of each row under PEFT's `adapter_names`, or the reason why rows cannot run so."""
         names = self._executor.adapters_in_force()
         if names is None:
             return [None] * num_rows
@@ -1108,8 +1091,7 @@ class Engine:
         return None
 
     def longest(self, length: int) -> float:
-        """Return the most tokens that a sequence may have: infinite if the model's RoPE frequencies change at this
-        length, beyond which only stock computes a sequence."""
+        """Return the most tokens of a sequence; infinite if RoPE changes at this length, since stock goes beyond it."""
         changes = self._executor.max_length(length + 1) <= length
         return math.inf if changes else self._core.pool.max_model_len
 

@@ -48,7 +48,8 @@ class CommittedStep:
 
 
 class StepFeature:
-    """A function beyond sampled tokens that some requests use. Each method below is a hook that does nothing by default.
+    """A function beyond sampled tokens that some requests use. Each method below is a hook, which by default does
+    nothing.
 
     Attributes:
         requests: the unfinished requests that use the feature, by id.
