@@ -14,7 +14,7 @@ from hf_paged.engine.text import StopTexts, TextStream
 
 
 class CachedStopStrings:
-    """A `StopStringCriteria` of transformers, which takes long to make, and the state of the tokenizer it is made of."""
+    """A `StopStringCriteria` of transformers, which takes long to make, and the tokenizer's state at that time."""
 
     def __init__(self, tokenizer: Any, strings: tuple[str, ...]) -> None:
         self._made_from = tokenizer_traits(tokenizer), strings
