@@ -1,8 +1,8 @@
-"""How prompts that share prefixes are cut into parts: which groups pay, and where to cut what they share.
+"""Plans of prompts that share prefixes: the choice of groups, and the cuts of their shared positions.
 
-A row's new tokens all see what lies ahead of the first of them, so a tile of queries may be of several rows there. What
-is shared is planned as for decode steps (`choose_groups`, `plan_groups`), with tokens in place of rows; each row's own
-positions are left to the kernel that reads row by row, which goes on from the partial results and does not cut them.
+All new tokens of a row see the positions before the first of them, so that a tile of queries may have several rows
+there. Shared positions are planned as for decode steps (`choose_groups`, `plan_groups`), with tokens in place of rows;
+each row's own positions are left to the kernel that reads row by row, which continues from the partial results.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from hf_paged.kernels.hopper.prefill_support import packed_heads, tile_tokens
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 # Times are in positions that a tile of a group's queries reads on a full machine, measured on an H200 for heads of 256
-# bytes (docs/notebook.md). What a token's partial result costs to write and to read again, of one KV head.
+# bytes (docs/notebook.md). The time to write and read a token's partial result of one KV head.
 PIECE_COST = 10.0
-# What a program that reads row by row costs besides its positions.
+# The fixed time of a program that reads row by row.
 ROW_START = 80
-# The launch that comes on top.
+# The time of the additional launch.
 LAUNCH = 125.0
-# A step is grouped where it is expected to take at most as much of the time that it takes row by row.
+# A step is grouped if it is expected to take at most this part of its time without groups.
 MOST = 0.85
 # The same for kernels, head sizes and GPUs that were not measured.
 MOST_ELSEWHERE = 0.6
-# Of the longest group, the fewest and the most splits that are tried.
+# The fewest and the most splits of the longest group that are tried.
 SPLITS = 1, 32
-# By query lines of a program that reads row by row: how many of them a multiprocessor holds, what a position costs
-# there, in positions of a group's tile, and how much of that where it holds one. Measured on an H200.
+# By query lines of a program that reads row by row: the number of programs on a multiprocessor, the time of a position
+# in positions of a group's tile, and the part of that time for a program alone there. Measured on an H200.
 _ROW_PROGRAMS = {16: (6, 1.6, 0.45), 32: (5, 2.0, 0.75), 64: (3, 0.9, 0.5), 128: (2, 1.06, 0.7)}
-# With the tiles of long sequences, which have four times as many positions.
+# The same with the tiles of long sequences, which have four times as many positions.
 _LONG_ROW_PROGRAMS = {16: (1, 0.3, 1.0), 32: (1, 0.33, 1.0), 64: (1, 0.4, 1.0), 128: (1, 0.44, 1.0)}
-# A position of a full tile of the kernel for Hopper, at the most that it was measured to make (700 TFLOP/s).
+# The time of a position of a full tile of the kernel for Hopper, at the best measured rate (700 TFLOP/s).
 _HOPPER_COST = 0.31
 
 

@@ -359,7 +359,7 @@ class Engine:
                 finally:
                     self._run_deferred()
             elif not self.group.is_parallel:
-                self._core.recover_if_dirty()  # before the outboxes are emptied, which recovery reads
+                self._core.recover_if_dirty()  # which reads the outboxes, and so comes before they are emptied
             outputs = [list(session.outbox) for session in sessions]
             for session in sessions:
                 session.outbox.clear()
@@ -1108,7 +1108,7 @@ class Engine:
 
         Inside of a step of this thread, the step is finished first.
         """
-        if not self._executor.has_source:  # the model was garbage-collected: no call can come
+        if not self._executor.has_source:  # the model is gone, and no call can be made
             return
         self._core.grammars.forget_open()
         if self.group.is_parallel:

@@ -112,7 +112,7 @@ class FormServer:
     def _begin(self, job: Job) -> None:
         try:
             job.process = _Process(self._compile, job)
-        except OSError as error:  # ends this job alone: others may still run
+        except OSError as error:  # of this job alone: it must not end the server, which other jobs need
             job.process = None
             self._end(job, "failed", f"no process can be started for it ({error})")
 

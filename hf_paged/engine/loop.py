@@ -89,7 +89,7 @@ class EngineCore(PreparedModel):
                                      time.perf_counter(), device_times.take())
                     self.observers.tell("launched", event)
                 previous, self._in_flight = self._in_flight, launched
-                self.note_use()  # behind the launch: it may freeze the heap, which would leave the device without work
+                self.note_use()  # a look through young objects (`gc`) takes long: behind the launch the device has work
                 self._commit_beside(previous, launched, joining, device)
                 self._joining.note_pace(plan, joined=bool(joining), overlapped=self._in_flight is not None,
                                         seconds=time.perf_counter() - started)

@@ -48,7 +48,7 @@ class PreparedModel(EngineState):
         """Treat the weights as changed since the last `drain`, even if storages and version counters are the same."""
         if not self._executor.group.is_parallel:
             self.recover_if_dirty()  # an interrupt inside the update may have left a change half done
-        self._state_key = b""  # other changes of the model in this update count as the same weights version
+        self._state_key = b""  # whatever else changed in this update belongs to the same weights version
         if self.scheduler is None:
             self._guard.announce(None, is_busy=False)
         elif self.pool.moved():
@@ -105,7 +105,7 @@ class PreparedModel(EngineState):
             changed = key != self._state_key or not self.pool.runner.is_current()
             changed = changed or (caching and self._guard.changed(full=would_hit))
             if not self._executor.group.any(changed):  # if one rank computes again, all ranks have to
-                if self._executor.has_copies:  # new requests must not be computed with stale copies
+                if self._executor.has_copies:  # what arrived must not be computed with stale copies
                     self._refresh_copies()
                 return
             self._leave_old_model(scheduler)

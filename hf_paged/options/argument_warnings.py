@@ -62,7 +62,7 @@ def unused_sampling(config: GenerationConfig | None, keywords: dict[str, Any], o
         value = keywords.get(name)
         if name not in keywords:
             value = getattr(config, name, None)
-            value = None if value == getattr(of_model, name, None) else value  # equal to the model's: not set by the caller
+            value = None if value == getattr(of_model, name, None) else value  # equal to the model's: not the caller's
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             continue
         if option.makes(value) and value not in (*option.neutral, _QUIET.get(name)):
