@@ -76,7 +76,7 @@ class ServedCall:
         self._at_end.append(action)
 
     def end(self) -> None:
-        """End the request: the client has its answer or does not wait for it any more."""
+        """End the request, since the client has its answer or does not wait for it any more."""
         self.over.set()
         while self._at_end:
             self._at_end.pop()()
