@@ -116,7 +116,7 @@ def _num_read(own: np.ndarray, choice: GroupChoice) -> int:
 
 
 def _share(own: np.ndarray, choice: GroupChoice) -> int:
-    """Length to cut to, in positions of a row, so that programs end together; see `plan_decode.split_length`."""
+    """Return the length of splits, in positions of a row, with which programs end together (`split_length`)."""
     own = np.maximum(own, 1)
     span, tiles, cta_slots = choice.end - choice.begin, choice.tiles, choice.kernel.cta_slots
     total = int(own.sum()) + math.ceil(int((span * tiles).sum()) * TILE_COST)

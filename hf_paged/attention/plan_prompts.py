@@ -56,7 +56,7 @@ class Prompts(NamedTuple):
 
 
 class RowPrograms(NamedTuple):
-    """Programs that read row by row."""
+    """The properties of programs that read row by row."""
 
     tokens: int  # of one row, in a program
     slots: int  # programs of one KV head that run at the same time
@@ -65,7 +65,7 @@ class RowPrograms(NamedTuple):
 
 
 class PromptKernel(NamedTuple):
-    """What a plan has to know of the kernels and their device."""
+    """The properties of the kernels and their device that a plan depends on."""
 
     shared: Kernel  # `tile_rows` are tokens
     rows: RowPrograms  # where nothing is shared
@@ -101,7 +101,7 @@ def hopper_rows(spec: AttentionSpec) -> RowPrograms:
 
 
 class PromptPlan(NamedTuple):
-    """`PromptWork` on the host; arrays are int32."""
+    """The arrays of `PromptWork` on the host, int32."""
 
     items: np.ndarray  # [N, PART_FIELDS]
     rows: np.ndarray  # [T, ROW_FIELDS]
@@ -113,7 +113,7 @@ class PromptPlan(NamedTuple):
 
 def plan_prompts(groups: PrefixGroups, prompts: Prompts, kernel: PromptKernel,
                  share_of_layers: float = 1.0) -> PromptPlan | None:
-    """Cut what R rows share into parts; None where reading row by row is as fast.
+    """Cut the shared prefixes of R rows into parts; returns None if reading row by row is as fast.
 
     Args:
         groups: of the rows, ending at or before each one's first new token.
@@ -167,7 +167,7 @@ def padded(plan: PromptPlan, num_tokens: int, num_rows: int) -> PromptPlan:
 
 def _choose(groups: PrefixGroups, num_new: np.ndarray, row_tiles: np.ndarray,
             kernel: PromptKernel) -> GroupChoice | None:
-    """The groups that pay, with tokens as their members."""
+    """Return the choice of groups that save time, with tokens as their members."""
     parent, inner = forest_of(groups)
     last = np.cumsum(num_new[groups.members])
     first = np.append(0, last)[groups.first]
