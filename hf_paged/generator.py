@@ -42,21 +42,21 @@ from hf_paged.vllm_names import unknown_method
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-_PARTING_S = 2.0  # for ranks that were told to stop
+_PARTING_S = 2.0  # seconds that ranks have to end after the command to stop
 
 
 class PagedGenerator:
-    """Generates for lists of prompts on the paged engine. The model it is built around is enabled while it is open.
+    """A generator for lists of prompts on the paged engine. Its model is enabled until the generator is closed.
 
     Args:
         model: a causal LM that `hf_paged.enable` accepts.
         tokenizer: needed for text prompts and for `Completion.text`.
-        config: how to run; None: the defaults.
+        config: how to run; None means the defaults.
         **overrides: single fields of `PagedConfig`.
 
     Attributes:
-        model: the model, which `model.generate` and others may use meanwhile.
-        engine: its `Engine`.
+        model: the model, whose `model.generate` and other methods may be called at the same time.
+        engine: the `Engine` of the model.
 
     Raises:
         UnsupportedModelError: the model is not supported.
@@ -88,25 +88,25 @@ class PagedGenerator:
 
         Args:
             path_or_id: a local checkpoint or a model id, as for transformers' `from_pretrained`.
-            dtype: of the weights; "auto": the checkpoint's.
-            device: None: the current CUDA device, else the CPU.
-            tensor_parallel_size: number of GPUs (or, on CPUs, processes) that hold the model together. In a plain
-                script or a notebook this process is rank 0 and starts the others; they end with the generator. Where
-                every rank runs the script (torchrun, accelerate launch), their number has to be this one; make the
-                same calls on all of them: rank 0 gets the results, the others None. See docs/parallel.md.
+            dtype: dtype of the weights; "auto" means the checkpoint's.
+            device: the device; None means the current CUDA device, or the CPU without one.
+            tensor_parallel_size: number of GPUs (or, on CPUs, processes) over which the model is sharded. In a plain
+                script or a notebook this process is rank 0 and starts the others, which end with the generator. If
+                every rank runs the script (torchrun, accelerate launch), this must be the number of ranks, and all of
+                them must make the same calls: rank 0 gets the results, other ranks None. See docs/parallel.md.
             config: as for `PagedGenerator`.
-            tokenizer: None: the one beside the model, or none if there is none.
-            device_map: in place of `device`, one device: its name or number, ``{"": device}``, or "auto" where there is
-                no more than one GPU.
-            trust_remote_code: run code that lies beside the checkpoint.
-            **kwargs: single fields of `PagedConfig`; all else goes to ``AutoModelForCausalLM.from_pretrained``
-                (``revision``, ``quantization_config``, ``attn_implementation``, ...), and what says where files are
-                found (``revision``, ``token``, ``cache_dir``, ``subfolder``, ...) to the tokenizer, too. With several
-                ranks, which read their shares of safetensors files themselves, nothing but the latter.
+            tokenizer: the tokenizer; None means the checkpoint's, or none if it has none.
+            device_map: in place of `device`, one device: its name or number, ``{"": device}``, or "auto" if there is no
+                more than one GPU.
+            trust_remote_code: run code of the checkpoint.
+            **kwargs: single fields of `PagedConfig`; all others go to ``AutoModelForCausalLM.from_pretrained``
+                (``revision``, ``quantization_config``, ``attn_implementation``, ...), and those that say where files
+                are found (``revision``, ``token``, ``cache_dir``, ``subfolder``, ...) to the tokenizer, too. Several
+                ranks read safetensors files themselves, and accept only the last kind.
 
         Raises:
-            ValueError: tensor_parallel_size that the model, the devices or the processes at hand do not allow; a
-                device_map over several devices; an argument that several ranks cannot carry out.
+            ValueError: the model, the devices or the processes do not allow tensor_parallel_size; a device_map over
+                several devices; an argument that several ranks cannot carry out.
             TypeError: an argument that neither `PagedConfig` nor transformers knows.
             OSError: there is no such folder, or no model in it, or transformers finds none under this id.
             WorkerDiedError: a rank ended before all were ready; the message holds its error.
@@ -154,29 +154,30 @@ class PagedGenerator:
         Args:
             prompts: a str, token ids, a chat (a list of messages, each a dict with a role and a content, which is
                 text or a list of text parts), ``{"prompt": str}`` or
-                ``{"prompt_token_ids": ids}``, or a list of such prompts, of one form or of several. To go on with what
-                was ended half-way: its `Completion`, or ``"output_token_ids": ids`` beside the prompt in its dict (see
-                `Engine.add_request`). Or none, and tensors ``input_ids=``, ``attention_mask=`` as for `model.generate`.
-            generation_config: one for all, or one per prompt. Merged as in stock generate: ``generate_kwargs`` over
-                it over `model.generation_config`.
-            use_tqdm: show a bar over the new tokens, in which requests that have not ended count with their limits.
-                None: once the call has taken a second. Not for tensors.
-            **keywords: those of `CallKeywords`.
-            **generate_kwargs: fields of a `GenerationConfig`; besides, for prompts that are chats, parameters of
+                ``{"prompt_token_ids": ids}``, or a list of such prompts, of one form or of several. To continue a
+                request that was ended half-way, its `Completion`, or ``"output_token_ids": ids`` beside the prompt in
+                its dict (see `Engine.add_request`). Or None, with tensors ``input_ids=`` and ``attention_mask=`` as for
+                `model.generate`.
+            generation_config: one for all prompts, or a list with one per prompt. Merged as in stock generate:
+                ``generate_kwargs`` over the config over `model.generation_config`.
+            use_tqdm: show a bar of the new tokens, in which unfinished requests count with their limits. None shows it
+                once the call has taken a second. Not for tensors.
+            **keywords: the keywords of `CallKeywords`.
+            **generate_kwargs: fields of a `GenerationConfig`; for prompts that are chats also parameters of
                 `apply_chat_template` (``tools``, ``documents``, ``chat_template``, ``continue_final_message``,
                 ``add_generation_prompt``: True unless a message is continued) and variables that the chat template
-                refers to (``enable_thinking``). None for ``tools``, ``documents`` and ``enable_thinking`` is as if left
-                out.
+                refers to (``enable_thinking``). ``tools``, ``documents`` and ``enable_thinking`` are ignored if None.
 
         Returns:
-            One `Completion` per prompt, in order; with ``num_return_sequences=n``, n in a row per prompt. A tensor
-            where tensors came in, as from `model.generate`. A request that fails while it runs ends alone, with
-            ``finish_reason="error"``, whatever ``on_error`` says.
+            One `Completion` per prompt, in order; with ``num_return_sequences=n``, n in a row per prompt. For tensors,
+            the tensor of `model.generate`. A request that fails while it runs ends alone, with
+            ``finish_reason="error"``, whatever ``on_error`` is.
 
         Raises:
-            ValueError, TypeError: naming the argument (``prompts[i]`` for a prompt), the value and what is accepted;
-                nothing is run then. Arguments that are wrong for every prompt are raised with "complete", too.
-            UnsupportedOptionError: an option that the paged engine does not carry out; `model.generate` does.
+            ValueError, TypeError: an argument is invalid; the message names it (``prompts[i]`` for a prompt), its value
+                and what is accepted, and nothing runs. With ``on_error="complete"`` only for arguments that are wrong
+                for every prompt.
+            UnsupportedOptionError: an option that is not native; `model.generate` carries it out.
             UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes).
         """
         call = Call.of(prompts, generation_config, **keywords)
@@ -190,17 +191,16 @@ class PagedGenerator:
 
     @property
     def _only_follows(self) -> bool:
-        """One of several ranks that run the same script, and not the one that returns results."""
+        """Whether this is a rank > 0 of ranks that run the same script, which returns no results."""
         return self.engine.group.rank > 0
 
     @with_keywords(StreamKeywords, others="generate_kwargs")
     def stream(self, prompts: Any, generation_config: Any = None,
                **keywords: Unpack[GenerateKeywords]) -> Iterator[tuple[int, StepOutput]]:
-        """Like `generate`, but yields (index of the completion, `StepOutput`) as tokens come, of which none competes
-        with others (``best_of``).
+        """Like `generate`, but yields (index of the completion, `StepOutput`) for each new token; without ``best_of``.
 
-        Arguments are checked, and the requests made, before the first item is asked for. Closing the iterator ends
-        what is still running. A prompt that cannot run has one output with ``on_error="complete"``, which comes first
+        Arguments are checked, and requests made, by the call itself, before the first item. Closing the iterator ends
+        unfinished requests. With ``on_error="complete"`` a prompt that cannot run has one output, which comes first
         and whose `request_id` is empty.
         """
         call = Call.of(prompts, generation_config, **keywords)
@@ -219,25 +219,25 @@ class PagedGenerator:
 
     async def agenerate(self, prompts: Any, generation_config: Any = None,
                         **kwargs: Unpack[GenerateKeywords]) -> list[Completion]:
-        """`generate`, awaited: other tasks of the event loop go on, and tasks that wait at once share steps.
+        """Await `generate`: other tasks of the event loop run, and tasks that wait at the same time share steps.
 
         Cancelling the task ends its requests before the next step. May be called from several event loops, in several
         threads, and beside `generate`. Requests are made in a thread of the loop's executor (`asyncio.to_thread`).
 
         Args:
-            prompts, generation_config, **kwargs: as for `generate`, but for ``use_tqdm`` and tensors.
+            prompts, generation_config, **kwargs: as for `generate`, without ``use_tqdm`` and tensors.
 
         Raises:
-            Exception: as `generate`, of what this call asks for. An error of a step is raised in all calls that wait.
-            EngineClosedError: the generator was closed meanwhile.
+            Exception: as `generate`. An error of a step is raised in all calls that wait.
+            EngineClosedError: the generator was closed during the call.
         """
         return await self._async_calls.completions(Call.of(prompts, generation_config, **kwargs))
 
     def astream(self, prompts: Any, generation_config: Any = None,
                 **kwargs: Unpack[GenerateKeywords]) -> AsyncIterator[tuple[int, StepOutput]]:
-        """`stream`, for ``async for``; see `agenerate`. Arguments are checked when the first item is asked for.
+        """Return an async iterator like `stream`; see `agenerate`. Arguments are checked by the first ``anext``.
 
-        What still runs ends with the task that waits for an item, or when the iterator is closed: ``async with
+        Unfinished requests end with the task that awaits an item, or when the iterator is closed: ``async with
         contextlib.aclosing(generator.astream(...)) as outputs`` closes it wherever the block is left.
         """
         return self._async_calls.outputs(Call.of(prompts, generation_config, **kwargs))
@@ -245,18 +245,18 @@ class PagedGenerator:
     def cancel(self, request_id: str) -> bool:
         """End one prompt of a call that runs in another thread or task, or that is being streamed.
 
-        Its `Completion` has what was made so far, with ``finish_reason="abort"``; the call's other prompts go on.
-        Waits for the step under way.
+        The prompt's `Completion` has the output so far, with ``finish_reason="abort"``; the call's other prompts
+        continue. Waits for the step under way.
 
         Args:
-            request_id: of `request_ids` (all its ``num_return_sequences``), or `StepOutput.request_id` (that one).
+            request_id: an id of `request_ids` (for all its ``num_return_sequences``), or a `StepOutput.request_id`.
 
         Returns:
-            Whether there was something to end: False once the prompt is done, and for ids that nobody has.
+            Whether a request was ended: False once the prompt is done, and for unknown ids.
         """
         found = False
         for one in self.engine.unfinished_copies(request_id):
-            with suppress(KeyError):  # it came to its end just now
+            with suppress(KeyError):  # the request has ended since the line above
                 self.engine.abort(one)
                 found = True
         return found
@@ -267,47 +267,47 @@ class PagedGenerator:
                      partial: bool = False) -> None:
         """Write new values into the model's weights, on all its ranks and also while requests run.
 
-        As `Engine.load_weights`, which says more.
+        See `Engine.load_weights`.
 
         Args:
-            weights: a dict, or pairs of a name and a whole tensor, one after the other; names as in the unsharded
-                model's `state_dict`.
-            partial: some of the model's tensors may be missing, and stay.
+            weights: a dict, or an iterable of pairs of a name and a whole tensor; names as in the unsharded model's
+                `state_dict`.
+            partial: some of the model's tensors may be missing, and keep their values.
         """
         self.engine.load_weights(weights, partial=partial)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole tensors of the unsharded model's `state_dict`, one after the other, on the host; see
+        """Yield the names and whole tensors, on the host, of the unsharded model's `state_dict`; see
         `Engine.named_weights`."""
         return self.engine.named_weights()
 
     def load_adapter(self, name: str, adapter: Any, config: Any = None) -> None:
-        """Give the model a LoRA adapter, on all its ranks, which prompts may name by ``adapter_names``.
+        """Add a LoRA adapter to the model, on all its ranks, which prompts may name by ``adapter_names``.
 
-        As `Engine.load_adapter`, which says more.
+        See `Engine.load_adapter`.
 
         Args:
-            name: the adapter's.
-            adapter: a directory or hub id of what PEFT saved, or its state dict.
+            name: the adapter's name.
+            adapter: a directory or hub id of an adapter that PEFT saved, or its state dict.
             config: a LoraConfig or its dict; needed with a state dict.
         """
         self.engine.load_adapter(name, adapter, config)
 
     def delete_adapter(self, name: str) -> None:
-        """Take a LoRA adapter off the model, on all its ranks; see `Engine.delete_adapter`."""
+        """Remove a LoRA adapter from the model, on all its ranks; see `Engine.delete_adapter`."""
         self.engine.delete_adapter(name)
 
     def metrics(self, registry: CollectorRegistry | None = None) -> CollectorRegistry:
-        """A registry of prometheus_client with the metrics of this generator; as `hf_paged.metrics` of its model."""
+        """Return a registry of prometheus_client with this generator's metrics; as `hf_paged.metrics` of its model."""
         return metrics_of(self.engine, registry)
 
     def close(self) -> None:
-        """Disable the model and free the KV pool; the model stays usable. Safe to call twice, and done when
-        garbage-collected. Calls that wait in other threads and tasks end with `EngineClosedError`."""
+        """Disable the model and free the KV pool; the model stays usable. Safe to call twice; called when the generator
+        is garbage-collected. Calls that wait in other threads and tasks end with `EngineClosedError`."""
         self._close()
 
     def __repr__(self) -> str:
-        """One line: the checkpoint, the tokenizer's class, and what the engine does."""
+        """Return one line: the checkpoint, the tokenizer's class, and the state of the engine."""
         name = getattr(self._causal_lm, "name_or_path", "")
         checkpoint = f"{reprlib.repr(name)}, " if name else ""
         tokenizer = None if self.tokenizer is None else type(self.tokenizer).__name__
@@ -334,7 +334,7 @@ class PagedGenerator:
         return base_seed(seed, self.engine.config.seed)
 
     def _complete(self, call: Call, asked: list[PlannedCompletion], progress: Progress) -> list[Completion] | None:
-        """What `generate` returns of requests that are made."""
+        """Run requests to their ends, and return the result of `generate`."""
         ended: dict[int, StepOutput] = {}
         with paths.counting(self.engine) as counted, self.engine.session() as session:
             progress.begin(session, len(asked))
@@ -349,8 +349,8 @@ class PagedGenerator:
 
     def _drive(self, session: Session, call: Call,
                asked: list[PlannedCompletion]) -> Iterator[list[tuple[int, StepOutput]]]:
-        """Run requests to their ends: each step's outputs, with the numbers of their completions. Outputs of prompts
-        that cannot run come before the first step, as soon as the others are added."""
+        """Run requests to their ends, and yield each step's outputs with the indexes of their completions. Outputs of
+        prompts that cannot run are yielded before the first step, once all other requests are added."""
         index, refused = numbered(call, asked, self.engine.add_all(session, wanted(asked)))
         yield refused
         while session.unfinished():
@@ -375,13 +375,13 @@ class PagedGenerator:
             if seed is None:
                 return generate()
             seed, device = self._base_seed(seed), self._causal_lm.device
-            # For the engine, and in torch's generators for a call that goes to stock.
+            # The seed for a native call; torch's generators are seeded for a call that runs in stock.
             with call_seed(seed), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
                 return generate()
 
     def _named(self, names: Any, count: int, config: Any, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        """In here `model.generate` of ``count`` prompts gives each the adapter of its name."""
+        """Return a context in which `model.generate` of ``count`` prompts uses each prompt's adapter."""
         if names is None:
             return nullcontext()
         asked = [None if name is None else self.engine.check_adapter(name)
@@ -397,7 +397,7 @@ _NEUTRAL = GenerationConfig()
 
 def _end(model: weakref.ref, engine: Engine, workers: list[Workers], thread: EngineThread, owner: int) -> None:
     thread.stop(now=False)
-    if workers and os.getpid() != owner:  # a fork shares rank 0's connections: speaking on them would disturb it
+    if workers and os.getpid() != owner:  # a fork shares rank 0's connections: using them would corrupt its messages
         return
     engine.after_step(partial(_end_between_steps, model, engine, workers))
 

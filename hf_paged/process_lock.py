@@ -1,7 +1,7 @@
-"""Locks that no thread of another process can hold, and threads that each process begins itself.
+"""Locks and thread caches that are renewed in the child of a fork.
 
-The child of a fork has the memory of its parent, and of the parent's threads only the one that forked. A plain lock
-that another thread held at the moment of the fork would stay locked in the child for ever.
+The child of a fork has its parent's memory, but of its threads only the one that forked. A plain lock that another
+thread held at the moment of the fork would stay locked in the child for ever.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _all: weakref.WeakSet[ProcessLock | ProcessCondition] = weakref.WeakSet()
 
 
 class ProcessLock:
-    """A re-entrant lock, to be used as ``with one.rlock:``, which is another lock in the child of a fork.
+    """A re-entrant lock, used as ``with one.rlock:``, which is replaced in the child of a fork.
 
-    A lock that the forking thread itself holds stays the same one: that thread releases it in the child, too.
+    A lock that the forking thread itself holds is not replaced: that thread releases it in the child, too.
     """
 
     def __init__(self) -> None:
@@ -30,30 +30,30 @@ class ProcessLock:
         _all.add(self)
 
     def is_held_here(self) -> bool:
-        """Does this thread hold the lock?"""
+        """Return whether this thread holds the lock."""
         return self.rlock._is_owned()  # type: ignore[attr-defined]  # which threading.Condition asks, too
 
     def renew(self) -> None:
-        """Take another lock in place of one that a thread of the parent may hold."""
+        """Replace the lock, which a thread of the parent may hold, unless this thread holds it."""
         if not self.is_held_here():
             self.rlock = threading.RLock()
 
 
 class ProcessCondition:
-    """A `threading.Condition`, to be used as ``with one.condition:``, which is another one in the child of a fork."""
+    """A `threading.Condition`, used as ``with one.condition:``, which is replaced in the child of a fork."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
         _all.add(self)
 
     def renew(self) -> None:
-        """As `ProcessLock.renew`."""
+        """Replace the condition, as `ProcessLock.renew` does."""
         if not self.condition._is_owned():  # type: ignore[attr-defined]
             self.condition = threading.Condition()
 
 
 def once_a_process(function: Callable[P, T]) -> _lru_cache_wrapper[T]:
-    """An `lru_cache` of a function that begins a thread: the child of a fork, which lacks it, begins another one."""
+    """Wrap a function that starts a thread in an `lru_cache` that is cleared in the child of a fork, which lacks it."""
     cached = lru_cache(maxsize=64)(function)
     _in_child(cached.cache_clear)
     return cached

@@ -1,4 +1,4 @@
-"""What computes the attention of a step: each backend plans on the host, then runs on the device."""
+"""The protocol of attention backends: a backend plans a step on the host, and then runs kernels on the device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class AttentionBackend(ABC):
     """Attention of a step's new tokens over the pages.
 
     Attributes:
-        name: what a config calls it.
-        waits: reads on the host what lies on the device, so no CUDA graph can hold it.
-        knows_pool_size: its launches hold the number of blocks, so no CUDA graph of it outlives the pool's growth.
-        has_queue: `wants_queue` may say yes.
+        name: the backend's name in a config.
+        waits: the backend reads device data on the host, so that no CUDA graph can contain it.
+        knows_pool_size: launches depend on the number of blocks, so that CUDA graphs are invalid after the pool grows.
+        has_queue: `wants_queue` may return True.
     """
 
     name: str
@@ -30,34 +30,34 @@ class AttentionBackend(ABC):
     has_queue = False
 
     def why_not(self, spec: AttentionSpec) -> str | None:
-        """What a config that names this backend needs for such a model, and lacks; None: nothing."""
+        """Return why the backend cannot run such a model if a config names it, or None."""
         return None
 
     @abstractmethod
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, spec: AttentionSpec) -> np.ndarray | None:
-        """`DecodeWork.items` of rows of one new token, or None where the backend runs without a plan."""
+        """Return the `DecodeWork.items` of rows of one new token, or None if the backend runs without a plan."""
 
     def choose_groups(self, groups: PrefixGroups, num_rows: int, spec: AttentionSpec) -> GroupChoice | None:
-        """What of rows of one new token is read once for several of them; None: nothing."""
+        """Return the groups whose positions are read once for several rows of one new token, or None."""
         return None
 
     def plan_prompts(self, groups: PrefixGroups, prompts: Prompts, spec: AttentionSpec,
                      share_of_layers: float) -> PromptPlan | None:
-        """What of rows of several new tokens is read once for several of them; None: nothing.
+        """Return the plan by which shared positions are read once for several rows of several new tokens, or None.
 
-        ``share_of_layers``: in how many of all layers that saves anything.
+        ``share_of_layers``: the fraction of layers in which that saves reads.
         """
         return None
 
     def wants_queue(self, num_new: np.ndarray, seq_lens: np.ndarray, spec: AttentionSpec) -> bool:
-        """Are programs to take the tiles of rows of several new tokens from a `TileQueue`?"""
+        """Return whether programs take the tiles of rows of several new tokens from a `TileQueue`."""
         return False
 
     def read_once(self, meta: PagedMetadata, spec: AttentionSpec) -> PagedMetadata:
-        """The layout of an eager step with what all its layers would read of it again."""
+        """Return the layout of an eager step with the data that all its layers would otherwise read again."""
         return meta
 
     @abstractmethod
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
-        """As :func:`~hf_paged.attention.paged_attention.paged_attention`, arguments unchecked."""
+        """Compute :func:`~hf_paged.attention.paged_attention.paged_attention` without checks of the arguments."""

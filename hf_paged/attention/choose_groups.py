@@ -1,6 +1,6 @@
-"""Which groups of rows that share prefixes are worth reading as such: a choice that leaves the rows' lengths open.
+"""The choice of the groups of rows whose shared prefixes are read once; it does not depend on the rows' lengths.
 
-The groups form a forest: each one lies in the one whose prefix its own goes on from.
+The groups form a forest: a group's parent is the group whose prefix its own prefix extends.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from hf_paged.kernels.attention.grouped_decode import grouped_config
 from hf_paged.kernels.attention.types import GroupedConfig
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
-# Measured on an H200 (docs/notebook.md). What a row's partial result costs to write and to read again, in positions
-# that a row of one KV head reads.
+# Measured on an H200 (docs/notebook.md). The cost of writing and reading a row's partial result, in positions that a
+# row of one KV head reads.
 PIECE_COST = 24
-# A step is grouped if that saves as many positions for each multiprocessor (times KV heads, of 256 bytes of key): where
-# it saves less, the joining adds as much time.
+# A step is grouped if that saves so many positions for each multiprocessor (times KV heads, of 256 bytes of key): with
+# less, joining the partial results takes as long as was saved.
 MIN_SAVED = 400
 
 
 class FixedPieces(NamedTuple):
-    """Rows are cut at multiples of `length` positions, whatever other rows there are.
+    """Cuts of rows at multiples of `length` positions, independent of other rows.
 
-    So which positions are summed up together, and in which order, depends on the row's length alone. What may still
-    depend on other rows is the rounding inside of a piece: a tile of several rows' queries is another product than that
-    of one row's.
+    So the sets of positions that are summed up together, and their order, depend on the row's length alone. Only the
+    rounding inside of a piece may depend on other rows: a tile with queries of several rows is another product than a
+    tile with one row's.
     """
 
     length: int  # a multiple of the block size
@@ -37,16 +37,16 @@ class FixedPieces(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What a plan has to know of the kernel and its device."""
+    """The properties of the kernel and its device that a plan depends on."""
 
     config: GroupedConfig
     tile_rows: int  # rows of a group that one program takes
-    cta_slots: int  # parts of one KV head that run at the same time
-    positions_worth_it: float  # that a step has to save, of one KV head, to be grouped (`MIN_SAVED`)
+    cta_slots: int  # number of parts of one KV head that run at the same time
+    positions_worth_it: float  # positions of one KV head that grouping has to save in a step (`MIN_SAVED`)
 
 
 def group_kernel_of(spec: AttentionSpec) -> Kernel:
-    """What the kernel of `kernels/attention/grouped_decode.py` is on the device."""
+    """Return the properties of the kernel of `kernels/attention/grouped_decode.py` on the device."""
     head_dim_pad = padded_head_dim(spec.head_dim)
     config = grouped_config(head_dim_pad, spec.dtype.itemsize, spec.group, shared_memory(spec.device))
     multiprocessors = num_multiprocessors(spec.device)
@@ -58,13 +58,13 @@ def group_kernel_of(spec: AttentionSpec) -> Kernel:
 
 
 class GroupChoice(NamedTuple):
-    """Which groups of R rows are read as such, G of them, over M members: all of a plan that their lengths leave open.
+    """The G chosen groups of R rows, with M members: the part of a plan that does not depend on the rows' lengths.
 
-    A group that is not chosen leaves its positions to those that lie in it, and to the rows. Integers are int64.
+    The positions of a group that is not chosen are read by the groups inside it and by rows. Integers are int64.
     """
 
     members: np.ndarray  # [M] rows
-    inner: np.ndarray  # [M] last group of each member; -1: none
+    inner: np.ndarray  # [M] innermost group of each member, -1 for none
     own_begin: np.ndarray  # [R] where a row's own positions begin
     first: np.ndarray  # [G], in `members`
     count: np.ndarray  # type: ignore[assignment]  # [G] rows; a tuple's method otherwise
@@ -78,14 +78,14 @@ class GroupChoice(NamedTuple):
 
     @property
     def num_items(self) -> int:
-        """Length of a plan, whatever the lengths and groups of as many rows."""
+        """The length of a plan, the same for all lengths and groups of as many rows."""
         if self.pieces is not None:
             return self.num_parts
         return len(self.own_begin) + _most_tiles(len(self.own_begin)) + self.kernel.cta_slots
 
     @property
     def num_parts(self) -> int:
-        """Most pieces that the rows of a plan have together."""
+        """The most pieces that all rows of a plan have together."""
         rows = len(self.own_begin)
         if self.pieces is not None:  # a piece of a group stands for one of each of its rows
             return rows * max(1, -(-self.pieces.max_seq_len // self.pieces.length))
@@ -102,12 +102,12 @@ def most_group_parts(num_rows: int) -> int:
 
 def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel,
                   pieces: FixedPieces | None = None) -> GroupChoice | None:
-    """The groups that pay; None where reading row by row is as fast. It holds while the groups stay as they are.
+    """Return the groups that save time; None if reading row by row is as fast. Valid while the groups do not change.
 
     Args:
-        groups: of the first rows of `num_rows`.
-        kernel: that the plan is for.
-        pieces: None: rows are cut so that programs end together. With it, there is a choice in any case.
+        groups: groups of the first rows of `num_rows`.
+        kernel: the kernel of the plan.
+        pieces: fixed cuts, with which a choice is always returned; None cuts rows so that programs end together.
     """
     if pieces is not None:
         groups = groups._replace(begin=groups.begin // pieces.length * pieces.length,
@@ -126,7 +126,7 @@ def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel,
 
 def choice_of(groups: PrefixGroups, parent: np.ndarray, inner: np.ndarray, kept: np.ndarray, num_rows: int,
               kernel: Kernel, pieces: FixedPieces | None = None) -> GroupChoice:
-    """Those groups that are kept, of a forest as of `forest_of`."""
+    """Return the choice of the groups marked in ``kept``; ``parent`` and ``inner`` are of `forest_of`."""
     around, depth = _kept_around(parent, kept)
     innermost = np.where(kept[inner], inner, around[inner])  # of each member
     ends = np.append(groups.end, 0).astype(np.int64)  # the last: of none
@@ -149,7 +149,7 @@ def choice_of(groups: PrefixGroups, parent: np.ndarray, inner: np.ndarray, kept:
 
 
 def forest_of(groups: PrefixGroups) -> tuple[np.ndarray, np.ndarray]:
-    """Parent of each group (-1: none), last group of each member."""
+    """Return the parent of each group (-1 for none), and the innermost group of each member."""
     inner = np.full(len(groups.members), -1)
     parent = np.empty(len(groups.first), dtype=np.int64)
     last = groups.first + groups.count
@@ -161,7 +161,7 @@ def forest_of(groups: PrefixGroups) -> tuple[np.ndarray, np.ndarray]:
 
 def worth_it(groups: PrefixGroups, parent: np.ndarray, readers: np.ndarray, tiles: np.ndarray, count: np.ndarray,
              piece_cost: float) -> tuple[np.ndarray, np.ndarray]:
-    """Which groups save more than they cost, and how many positions of one KV head each saves.
+    """Return which groups save more than they cost, and how many positions of one KV head each saves.
 
     Args:
         readers: [G] times that rows which lie in no inner group read what they share, where the group is not kept.
@@ -181,7 +181,7 @@ def worth_it(groups: PrefixGroups, parent: np.ndarray, readers: np.ndarray, tile
 
 
 def _kept_around(parent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each group the nearest kept one around it (-1: none), and how many kept ones are around it."""
+    """Return each group's nearest kept ancestor (-1 for none), and its number of kept ancestors."""
     around, depth, is_kept = parent.tolist(), [0] * len(parent), kept.tolist()
     for group in np.flatnonzero(parent >= 0).tolist():  # outer ones first
         outer = around[group]
@@ -191,7 +191,7 @@ def _kept_around(parent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _fitting(groups: PrefixGroups, kept: np.ndarray, saved: np.ndarray, tile_rows: int, num_rows: int) -> np.ndarray:
-    """Of the groups that save anything, those that save most, as many as the plan has room for."""
+    """Return the kept groups that save most, as many as the plan has room for."""
     count, most_tiles, most_parts = groups.count, _most_tiles(num_rows), most_group_parts(num_rows)
     if -(-count[kept] // tile_rows).sum() <= most_tiles and count[kept].sum() <= most_parts:
         return kept

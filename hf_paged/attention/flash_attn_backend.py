@@ -115,7 +115,7 @@ PACKAGES = (
 
 @lru_cache(maxsize=64)
 def load(package: FlashPackage) -> tuple[Callable[..., Any] | None, str | None]:
-    """The package's function, or None and why it cannot be had."""
+    """Return the package's function, or None and the reason why it is not available."""
     try:
         function = getattr(importlib.import_module(package.module), package.function, None)
     except ModuleNotFoundError as error:
@@ -142,7 +142,7 @@ def _major(device: torch.device) -> int | None:
 
 
 def why_not(package: FlashPackage, device: torch.device, shape: AttentionShape) -> str | None:
-    """Why ``package`` cannot carry calls of ``shape`` on ``device``; None where it can."""
+    """Return why ``package`` cannot carry out calls of ``shape`` on ``device``, or None."""
     major = _major(device)
     if major is None:
         return f"needs an NVIDIA GPU, not {str(device)!r}"
@@ -153,12 +153,12 @@ def why_not(package: FlashPackage, device: torch.device, shape: AttentionShape) 
 
 @lru_cache(maxsize=256)
 def choose(device: torch.device, shape: AttentionShape) -> FlashPackage | None:
-    """The first package that can carry ``shape``; None: no package can."""
+    """Return the first package that can carry out calls of ``shape``, or None."""
     return next((package for package in PACKAGES if why_not(package, device, shape) is None), None)
 
 
 def missing(spec: AttentionSpec) -> str | None:
-    """Why no package can carry a model's prefill, package by package; None where one can."""
+    """Return why no package can run a model's prefill, package by package; None if one can."""
     shape = AttentionShape(spec.dtype, spec.head_dim, spec.block_size)
     reasons = [f"{package.name}: {why_not(package, spec.device, shape)}" for package in PACKAGES]
     return None if choose(spec.device, shape) else "; ".join(reasons)
@@ -176,7 +176,7 @@ def flash_prefill(
     With a sliding window the packages may load positions shortly before it and give them weight zero, so those must be
     finite (the reference does not read them).
     """
-    # A window that nobody reaches is none: the kernels for windows are slower.
+    # Drop a window that is longer than every row: the kernels for windows are slower.
     if options.window is not None and options.window >= meta.max_seq_len:
         options = replace(options, window=None)
     block_size = k_cache.shape[1]
@@ -251,7 +251,7 @@ class FlashBackend(TritonBackend):
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
         if meta.max_query_len > 1 and options.sinks is None:
             result = flash_prefill(q, k_cache, v_cache, meta, options)
-            if result is not None:  # the packages do not write where they are told to
+            if result is not None:  # the packages do not write to `out`, so that the result has to be copied
                 return result if out is None else out.copy_(result)
         return super().run(q, k_cache, v_cache, meta, options, out)
 

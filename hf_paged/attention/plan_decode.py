@@ -1,7 +1,7 @@
-"""How the rows of a decode step are cut into splits of work, longest first, so that all multiprocessors end together.
+"""Plans of decode steps: rows are cut into splits of work, longest first, so that all multiprocessors end together.
 
-The host knows every length before a step is launched, so it plans; the kernel's grid has a fixed number of items, and a
-CUDA graph reads another plan at every replay. Planning on the host as in FlashInfer (Ye et al. 2025, arXiv 2501.01005).
+The host knows every length before a step is launched, and plans it; the kernel's grid has a fixed number of items, and
+a CUDA graph reads another plan at each replay, as in FlashInfer (Ye et al. 2025, arXiv 2501.01005).
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import numpy as np
 from hf_paged.kernels.attention.decode import MAX_SPLITS, MIN_SPLIT
 from hf_paged.kernels.attention.types import ITEM_FIELDS, WorkItem
 
-# Joining splits takes as long as shortening the longest by so many positions saves where as many rows as there are CTA
-# slots are as long; fewer leave more of the memory's speed to each (docs/notebook.md, "Sixteen and 32 rows").
+# The cost of joining splits, in positions of the longest split, for as many rows of this length as there are CTA slots;
+# it is scaled down for fewer rows, which read faster (docs/notebook.md, "Sixteen and 32 rows").
 JOINING = 420
 
 
 def split_length(lengths: np.ndarray, cta_slots: int) -> int:
-    """Length to cut rows of ``lengths`` [R] to, for `cta_slots` splits that run at the same time.
+    """Return the length to which rows of ``lengths`` [R] are cut, for `cta_slots` splits that run at the same time.
 
-    Few rows become at most `cta_slots` splits, as short as that allows, or stay whole where joining them would take
-    longer than cutting saves; of many rows, only those longer than a CTA slot's share of the whole are cut.
+    Few rows become at most `cta_slots` splits, as short as that allows, or stay whole if joining splits would take
+    longer than cutting saves; of many rows, only rows longer than a CTA slot's share of all positions are cut.
     """
     lengths = np.maximum(lengths, 1)  # an empty row takes a CTA slot, too
     share = max(MIN_SPLIT, -(-int(lengths.sum()) // cta_slots))
@@ -40,12 +40,12 @@ def split_length(lengths: np.ndarray, cta_slots: int) -> int:
 
 
 def num_splits(lengths: np.ndarray, longest: int) -> np.ndarray:
-    """Of rows of ``lengths`` [R] in splits of at most `longest` positions, or in as many as a row may have."""
+    """Return the number of splits of rows of ``lengths`` [R]: at most `longest` positions each, at most MAX_SPLITS."""
     return np.minimum(np.maximum(-(-lengths // longest), 1), MAX_SPLITS)  # np.clip takes twice as long
 
 
 def num_items(num_rows: int, cta_slots: int) -> int:
-    """Length of the plan of `num_rows` rows, whatever their lengths."""
+    """Return the length of the plan of `num_rows` rows, the same for all lengths."""
     return cta_slots if num_rows <= cta_slots else num_rows + cta_slots
 
 

@@ -1,4 +1,4 @@
-"""How a decode step whose rows share prefixes is cut into parts: where to cut the groups that pay, and the rows.
+"""Plans of decode steps whose rows share prefixes: the chosen groups and the rows are cut into parts.
 
 The host plans, as for other decode steps (`plan_decode`): all arrays have sizes that depend on the padded number of
 rows alone, so that one CUDA graph serves every plan.
@@ -17,18 +17,18 @@ from hf_paged.kernels.attention.decode import MIN_SPLIT
 from hf_paged.kernels.attention.grouped_decode import MIN_GROUP_SPLIT
 from hf_paged.kernels.attention.types import PART_FIELDS, ROW_FIELDS, GroupedConfig, PartItem
 
-# All measured on an H200 (docs/notebook.md). What a position of a group's tile takes, in positions that a row of one KV
-# head reads: the products take longer, but three programs a multiprocessor hide that, and L2 has the keys of the group.
+# All measured on an H200 (docs/notebook.md). The time of a position of a group's tile, in positions that a row of one
+# KV head reads: products take longer, but three programs a multiprocessor hide that, and L2 has the keys of the group.
 TILE_COST = 0.5
-# Of long groups, splits are an eighth, up to so many positions: the joining takes eight pieces at a time.
+# Splits of long groups are an eighth of the group, of at least so many positions: eight pieces are joined at a time.
 MIN_LONG_SPLIT = 256
-# A step is grouped if it saves so much for each position that is still read: what several rows share comes out of L2
-# for all but one of them anyway, at twice the rate, and this kernel reads somewhat slower than that of single rows.
+# A step is grouped if it saves this part of the positions that are still read: all but one row read shared positions
+# from L2 anyway, at twice the rate, and this kernel reads somewhat slower than the kernel for single rows.
 MIN_SAVED_SHARE = 0.6
 
 
 class GroupedPlan(NamedTuple):
-    """`GroupedWork` on the host; arrays are int32."""
+    """The arrays of `GroupedWork` on the host, int32."""
 
     items: np.ndarray  # [choice.num_items, PART_FIELDS]
     rows: np.ndarray  # [R, ROW_FIELDS]
@@ -38,14 +38,14 @@ class GroupedPlan(NamedTuple):
 
 def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice,
                 share_of_layers: float = 1.0) -> GroupedPlan | None:
-    """Cut R rows and what they share into parts; None where rows have so much of their own that it does not pay.
+    """Cut R rows and their shared prefixes into parts; returns None if the rows' own positions outweigh the savings.
 
-    Groups come first, longest splits first, then the rows' own parts, likewise: short programs fill the end.
+    Parts of groups come first, longest splits first, then the rows' own parts, likewise: short programs run last.
 
     Args:
         seq_lens, slots: [R] integers, visible tokens and slot of each row.
-        choice: of the rows' groups.
-        share_of_layers: of all layers that read by this plan, in how many it saves anything.
+        choice: the choice of the rows' groups.
+        share_of_layers: the fraction of layers in which the plan saves reads.
     """
     lengths = seq_lens.astype(np.int64)
     own = lengths - choice.own_begin
@@ -116,7 +116,7 @@ def _num_read(own: np.ndarray, choice: GroupChoice) -> int:
 
 
 def _share(own: np.ndarray, choice: GroupChoice) -> int:
-    """Length to cut to, in positions of a row, so that programs end together; see `plan_decode.split_length`."""
+    """Return the length of splits, in positions of a row, with which programs end together (`split_length`)."""
     own = np.maximum(own, 1)
     span, tiles, cta_slots = choice.end - choice.begin, choice.tiles, choice.kernel.cta_slots
     total = int(own.sum()) + math.ceil(int((span * tiles).sum()) * TILE_COST)

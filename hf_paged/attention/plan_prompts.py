@@ -1,8 +1,8 @@
-"""How prompts that share prefixes are cut into parts: which groups pay, and where to cut what they share.
+"""Plans of prompts that share prefixes: the choice of groups, and the cuts of their shared positions.
 
-A row's new tokens all see what lies ahead of the first of them, so a tile of queries may be of several rows there. What
-is shared is planned as for decode steps (`choose_groups`, `plan_groups`), with tokens in place of rows; each row's own
-positions are left to the kernel that reads row by row, which goes on from the partial results and does not cut them.
+All new tokens of a row see the positions before the first of them, so that a tile of queries may have several rows
+there. Shared positions are planned as for decode steps (`choose_groups`, `plan_groups`), with tokens in place of rows;
+each row's own positions are left to the kernel that reads row by row, which continues from the partial results.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from hf_paged.kernels.hopper.prefill_support import packed_heads, tile_tokens
 from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 # Times are in positions that a tile of a group's queries reads on a full machine, measured on an H200 for heads of 256
-# bytes (docs/notebook.md). What a token's partial result costs to write and to read again, of one KV head.
+# bytes (docs/notebook.md). The time to write and read a token's partial result of one KV head.
 PIECE_COST = 10.0
-# What a program that reads row by row costs besides its positions.
+# The fixed time of a program that reads row by row.
 ROW_START = 80
-# The launch that comes on top.
+# The time of the additional launch.
 LAUNCH = 125.0
-# A step is grouped where it is expected to take at most as much of the time that it takes row by row.
+# A step is grouped if it is expected to take at most this part of its time without groups.
 MOST = 0.85
 # The same for kernels, head sizes and GPUs that were not measured.
 MOST_ELSEWHERE = 0.6
-# Of the longest group, the fewest and the most splits that are tried.
+# The fewest and the most splits of the longest group that are tried.
 SPLITS = 1, 32
-# By query lines of a program that reads row by row: how many of them a multiprocessor holds, what a position costs
-# there, in positions of a group's tile, and how much of that where it holds one. Measured on an H200.
+# By query lines of a program that reads row by row: the number of programs on a multiprocessor, the time of a position
+# in positions of a group's tile, and the part of that time for a program alone there. Measured on an H200.
 _ROW_PROGRAMS = {16: (6, 1.6, 0.45), 32: (5, 2.0, 0.75), 64: (3, 0.9, 0.5), 128: (2, 1.06, 0.7)}
-# With the tiles of long sequences, which have four times as many positions.
+# The same with the tiles of long sequences, which have four times as many positions.
 _LONG_ROW_PROGRAMS = {16: (1, 0.3, 1.0), 32: (1, 0.33, 1.0), 64: (1, 0.4, 1.0), 128: (1, 0.44, 1.0)}
-# A position of a full tile of the kernel for Hopper, at the most that it was measured to make (700 TFLOP/s).
+# The time of a position of a full tile of the kernel for Hopper, at the best measured rate (700 TFLOP/s).
 _HOPPER_COST = 0.31
 
 
@@ -56,7 +56,7 @@ class Prompts(NamedTuple):
 
 
 class RowPrograms(NamedTuple):
-    """Programs that read row by row."""
+    """The properties of programs that read row by row."""
 
     tokens: int  # of one row, in a program
     slots: int  # programs of one KV head that run at the same time
@@ -65,7 +65,7 @@ class RowPrograms(NamedTuple):
 
 
 class PromptKernel(NamedTuple):
-    """What a plan has to know of the kernels and their device."""
+    """The properties of the kernels and their device that a plan depends on."""
 
     shared: Kernel  # `tile_rows` are tokens
     rows: RowPrograms  # where nothing is shared
@@ -101,7 +101,7 @@ def hopper_rows(spec: AttentionSpec) -> RowPrograms:
 
 
 class PromptPlan(NamedTuple):
-    """`PromptWork` on the host; arrays are int32."""
+    """The arrays of `PromptWork` on the host, int32."""
 
     items: np.ndarray  # [N, PART_FIELDS]
     rows: np.ndarray  # [T, ROW_FIELDS]
@@ -113,7 +113,7 @@ class PromptPlan(NamedTuple):
 
 def plan_prompts(groups: PrefixGroups, prompts: Prompts, kernel: PromptKernel,
                  share_of_layers: float = 1.0) -> PromptPlan | None:
-    """Cut what R rows share into parts; None where reading row by row is as fast.
+    """Cut the shared prefixes of R rows into parts; returns None if reading row by row is as fast.
 
     Args:
         groups: of the rows, ending at or before each one's first new token.
@@ -167,7 +167,7 @@ def padded(plan: PromptPlan, num_tokens: int, num_rows: int) -> PromptPlan:
 
 def _choose(groups: PrefixGroups, num_new: np.ndarray, row_tiles: np.ndarray,
             kernel: PromptKernel) -> GroupChoice | None:
-    """The groups that pay, with tokens as their members."""
+    """Return the choice of groups that save time, with tokens as their members."""
     parent, inner = forest_of(groups)
     last = np.cumsum(num_new[groups.members])
     first = np.append(0, last)[groups.first]

@@ -1,4 +1,4 @@
-"""How the rows of each step are cut, and what several of them share, for one backend and one model."""
+"""The planner of attention: how rows of a step are split, and which shared prefixes are read once, for one backend."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hf_paged.scheduler.prefix_groups import PrefixGroups
 
 
 class AttentionPlanner:
-    """Plans the attention of steps.
+    """The planner of the attention of steps.
 
     Attributes:
-        saved_positions, saved_prompt_positions: what the rows that were planned last do not read again, in one layer
-            without a window: those that decode, and others.
+        saved_positions, saved_prompt_positions: positions that grouping saved the last planned decode rows and prompts
+            from reading, in one layer without a window.
     """
 
     def __init__(self, backend: AttentionBackend, spec: AttentionSpec, max_model_len: int) -> None:
@@ -31,24 +31,24 @@ class AttentionPlanner:
         self.spec, self._max_model_len = spec, max_model_len
         self.saved_positions = self.saved_prompt_positions = 0
         self._windows: Counter[int | None] = Counter()
-        # Of the last step with groups, which are the same objects as long as they hold the same.
+        # The choice of the last step with groups; groups are the same object as long as they have not changed.
         self._chosen: tuple[PrefixGroups, int, GroupChoice | None] | None = None
 
     def arrivals(self, num_rows: int) -> torch.Tensor:
-        """The counters of `DecodeWork` for as many rows."""
+        """Return the counters of `DecodeWork` for ``num_rows`` rows."""
         return torch.zeros(num_rows * self.spec.num_kv_heads, dtype=torch.int32, device=self.spec.device)
 
     def tile_queue(self) -> TileQueue:
-        """A new queue."""
+        """Return a new queue."""
         return TileQueue(torch.zeros(2, dtype=torch.int32, device=self.spec.device))
 
     def may_queue(self) -> bool:
-        """May there be prompts whose tiles are taken from a queue?"""
-        # With windows, what tiles of one layer see says nothing of those of another.
+        """Return whether tiles of prompts may be taken from a queue."""
+        # Not with windows: the cost of tiles differs from layer to layer, and one decision holds for all layers.
         return self.backend.has_queue and not self._has_windows()
 
     def wants_queue(self, plan: StepPlan) -> bool:
-        """Are programs to take the tiles of the step's prompts from a queue, where nothing is read for several?"""
+        """Return whether programs take the tiles of the step's prompts from a queue, if no prefix is shared."""
         if not self.may_queue():
             return False
         rows = slice(plan.num_decode_rows, None)
@@ -57,9 +57,9 @@ class AttentionPlanner:
 
     def split_plan(self, seq_lens: np.ndarray, slots: np.ndarray,
                    groups: PrefixGroups | None = None) -> np.ndarray | GroupedPlan | None:
-        """How rows of one new token are cut; what groups of them share may be read once for several.
+        """Return the plan of rows of one new token, which may read shared prefixes of groups once for several rows.
 
-        The plan's sizes depend on the number of rows alone. None: the backend runs without one.
+        The plan's sizes depend on the number of rows alone. Returns None if the backend runs without a plan.
         """
         self.saved_positions = 0
         if groups is not None and (choice := self._choice(groups, len(slots))) is not None:
@@ -70,17 +70,17 @@ class AttentionPlanner:
         return self.plain_plan(seq_lens, slots)
 
     def plan_nothing(self) -> None:
-        """In place of `split_plan`: each row reads all of its positions, whatever the kernel."""
+        """Note that each row reads all of its positions, where `split_plan` is not called."""
         self.saved_positions = 0
 
     def plain_plan(self, seq_lens: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
-        """`split_plan` where nothing is shared, of rows that are no step's: nothing is noted of them."""
+        """Return the plan of rows without shared prefixes; does not change `saved_positions`."""
         return self.backend.plan(seq_lens, slots, self.spec)
 
     def prompt_plan(self, plan: StepPlan, max_query_len: int, max_seq_len: int) -> PromptPlan | None:
-        """How what the prompts of a step share is cut, to be read for tiles of several rows; None: row by row.
+        """Return the plan by which prompts' shared prefixes are read for tiles of several rows; None for row by row.
 
-        The numbers are those of `PagedMetadata`.
+        The lengths are the bounds of `PagedMetadata`.
         """
         self.saved_prompt_positions = 0
         if plan.prompt_groups is None:
@@ -94,7 +94,7 @@ class AttentionPlanner:
         return found
 
     def captured_prompt_plan(self, plan: StepPlan, num_tokens: int) -> PromptPlan | None:
-        """`prompt_plan` of a graph for as many tokens."""
+        """Return the `prompt_plan` of a graph for ``num_tokens`` tokens."""
         if plan.prompt_groups is None:
             self.saved_prompt_positions = 0
             return None
@@ -102,14 +102,14 @@ class AttentionPlanner:
         return self.prompt_plan(plan, *self.captured_bounds(num_tokens, long))
 
     def use_windows(self, windows: tuple[int | None, ...]) -> None:
-        """From now on layers have these windows, None: they see all positions."""
+        """Set the windows of the layers; None for a layer that sees all positions."""
         self._windows = Counter(windows)
 
     def _has_windows(self) -> bool:
         return bool(self._windows.keys() - {None})
 
     def _share_of_layers(self, seq_lens: np.ndarray) -> float:
-        """Of those layers that see every position of these rows: in others, prefixes are out of sight, or soon are."""
+        """Return the fraction of layers that see all positions of these rows; windows of others exclude prefixes."""
         if not self._has_windows():
             return 1.0
         longest = int(seq_lens.max())
@@ -123,11 +123,11 @@ class AttentionPlanner:
         return chosen[2]
 
     def captured_bounds(self, num_tokens: int, long: bool) -> tuple[int, int]:
-        """Most new tokens and most tokens of a row of a graph's steps."""
-        # Replays bring rows of any length up to all tokens: the tiles are those of full ones.
+        """Return the most new tokens and the most tokens of a row in a graph's steps."""
+        # Tiles for full rows: a row of a replay may have any number of the graph's tokens.
         return max(FULL_TILE, num_tokens), self._max_model_len if long else SHORT_SEQUENCE
 
     @staticmethod
     def is_long(seq_lens: np.ndarray) -> bool:
-        """Do these prompts need a graph with the tiles of long sequences?"""
+        """Return whether these prompts need a graph with the tiles of long sequences."""
         return int(seq_lens.max()) > SHORT_SEQUENCE

@@ -1,4 +1,4 @@
-"""The backends by name, and which one a name stands for on a device.
+"""The registry of attention backends by name, and the choice of a backend for a device.
 
 A backend is a module `NAME_backend` of this folder, which holds an instance as `BACKEND`, and its name in
 `ATTENTION_BACKENDS` of `hf_paged/config.py`.
@@ -41,7 +41,7 @@ def resolve_backend(name: str, device: torch.device) -> AttentionBackend:
 
 
 def check_backend(name: str, spec: AttentionSpec) -> None:
-    """Raise ValueError where a config asks for a backend that cannot run such a model; ``"auto"`` always can."""
+    """Raise ValueError if a config names a backend that cannot run such a model; ``"auto"`` always can."""
     reason = None if name == "auto" else resolve_backend(name, spec.device).why_not(spec)
     if reason is not None:
         raise ValueError(f"attention_backend={name!r}: {reason}")

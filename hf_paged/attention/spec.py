@@ -1,4 +1,4 @@
-"""Attention of one model on one device, as backends and planners are told of it."""
+"""The sizes of one model's attention on one device, for backends and planners."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 
 
 class TorchBackend(AttentionBackend):
-    """The reference."""
+    """The backend that runs the reference."""
 
     name = "torch"
     waits = True

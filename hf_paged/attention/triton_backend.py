@@ -45,12 +45,12 @@ class TritonBackend(AttentionBackend):
         return plan_prompts(groups, prompts, self.prompt_kernel(prompts, spec), share_of_layers)
 
     def prompt_kernel(self, prompts: Prompts, spec: AttentionSpec) -> PromptKernel:
-        """What reads prompts row by row, and for several rows."""
+        """Return the properties of the kernels that read prompts row by row and for several rows."""
         return prompt_kernel_of(spec, prompts.max_query_len, prompts.max_seq_len)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Raises ValueError for what the kernels do not take, RuntimeError where triton is not installed."""
+        """Run the kernels; raises ValueError for arguments that they do not take, RuntimeError without Triton."""
         if q.dtype not in _DTYPES or q.shape[2] > 256:
             raise ValueError(
                 f"the triton backend takes fp16, bf16 or fp32 and head_dim up to 256, got {q.dtype} and {q.shape[2]}"

@@ -1,4 +1,4 @@
-"""Captures of CUDA graphs on a device, and what must not meet one."""
+"""The lock of CUDA graph captures on a device, for operations that must not run during a capture."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 @cache
 def captures(device: torch.device) -> tuple[list[torch.cuda.Stream], Any]:
-    """Streams of a device that no engine captures on any more, and the lock that a capture holds.
+    """Return streams of a device that no engine captures on any more, and the lock that a capture holds.
 
-    Re-entrant: what must not meet a capture may take memory that is mapped, and that gives memory of others back.
+    The lock is re-entrant: code that holds it may map memory, which frees abandoned memory under the same lock.
     """
     return [], threading.RLock()
 
 
 def capture_lock(device: torch.device) -> AbstractContextManager:
-    """For what a capture in another thread must not meet: memory pools that come and go, a cache that is emptied."""
+    """Return a context that excludes captures of other threads, for changes of memory pools and emptying the cache."""
     return captures(device)[1] if device.type == "cuda" else nullcontext()

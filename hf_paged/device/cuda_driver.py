@@ -1,4 +1,4 @@
-"""CUDA's virtual memory management (cuMem...), through the driver bindings that torch's builds for CUDA bring."""
+"""CUDA's virtual memory management (cuMem...), by the driver bindings that torch's CUDA builds depend on."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ logger = logging.getLogger(__name__)
 
 
 class DriverError(RuntimeError):
-    """The driver refused a call, for another reason than a lack of memory; the message names call and arguments."""
+    """An error of a driver call other than a lack of memory; the message names the call and its arguments."""
 
 
 class VirtualMemoryDriver(Protocol):
-    """What `VirtualMemory` needs of a device. Sizes and addresses are bytes, multiples of ``granularity``.
+    """The protocol of a driver for `VirtualMemory`. Sizes and addresses are multiples of ``granularity`` bytes.
 
-    A lack of memory is `torch.OutOfMemoryError`, everything else `DriverError`.
+    Methods raise `torch.OutOfMemoryError` for a lack of memory, and `DriverError` for any other error.
     """
 
     granularity: int
 
     def reserve(self, nbytes: int) -> int:
-        """Addresses that nobody else gets; returns the first."""
+        """Reserve addresses, and return the first."""
         ...
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        """Give a whole reservation back, of which nothing is mapped."""
+        """Free a whole reservation without mapped memory."""
 
     def create(self, nbytes: int) -> int:
-        """Memory without an address; returns its handle."""
+        """Allocate memory without an address, and return its handle."""
         ...
 
     def release(self, handle: int) -> None:
-        """Give memory back: at once, or where it is mapped when it no longer is."""
+        """Free memory, at once or, if it is mapped, when it is unmapped."""
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Let the memory have these reserved addresses. Nobody may touch it before `allow`."""
+        """Map memory to reserved addresses. It must not be accessed before `allow`."""
 
     def allow(self, address: int, nbytes: int) -> None:
-        """Let the device read and write what is mapped there, in one or several pieces."""
+        """Let the device read and write the memory mapped there, of one or several `map` calls."""
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Undo one `map`. Nothing that runs may use the memory."""
+        """Undo one `map`. No running kernel may use the memory."""
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        """Mapped memory as a tensor [nbytes] uint8, which owns nothing."""
+        """Return mapped memory as a tensor [nbytes] uint8, which does not own it."""
         ...
 
     def finish(self) -> bool:
-        """Wait for everything that was enqueued on the device; True."""
+        """Wait for all work enqueued on the device; returns True."""
         ...
 
     def finish_at_once(self) -> bool:
-        """The same, but for a place where it may not be waited for (a capture goes on): False, and nothing done."""
+        """Call `finish` unless a capture is running, which forbids it; returns False then, without waiting."""
         ...
 
     def num_free(self) -> int:
-        """Bytes that `create` may find."""
+        """Return the free bytes of the device."""
         ...
 
     def free_cached(self) -> None:
-        """Have torch give the driver back what its allocator caches and does not use."""
+        """Free the unused memory that torch's allocator caches."""
 
     def current(self) -> AbstractContextManager:
-        """In here this thread's calls go to the device."""
+        """Return a context in which the device is this thread's current one."""
         ...
 
 
@@ -84,7 +84,7 @@ class CudaDriver:
 
     def __init__(self, cuda: Any, device: torch.device) -> None:
         self._cuda, self._device = cuda, device
-        torch.cuda.mem_get_info(device)  # there is a context from here on
+        torch.cuda.mem_get_info(device)  # creates the CUDA context that driver calls need
         attribute = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         index = torch.cuda.current_device() if device.index is None else device.index
         if not self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", index)):
@@ -161,7 +161,7 @@ class CudaDriver:
 
 @lru_cache(maxsize=64)
 def find_driver(device: torch.device) -> VirtualMemoryDriver | None:
-    """The device's, or None where memory cannot be mapped: a CPU, ROCm, no `cuda.bindings`, an old or shared GPU."""
+    """Return the device's driver; None if it cannot map memory (CPU, ROCm, no `cuda.bindings`, old or shared GPU)."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Reserved addresses of which a prefix has memory: it grows in place, and goes while the addresses stay.
+"""Reserved addresses whose first part is backed by memory, which can grow in place, and be freed and allocated again.
 
-CUDA graphs hold addresses. What lies here can take more memory, or give all of it back and take it again, and no graph
-has to be captured anew.
+CUDA graphs contain addresses. Tensors at reserved addresses can grow, or be freed and allocated again, and no graph has
+to be captured again.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hf_paged.device.cuda_driver import DriverError, VirtualMemoryDriver, find_d
 logger = logging.getLogger(__name__)
 
 _MOST_ADDRESSES = 1 << 46  # bytes; a GPU addresses 47 bits or more
-# What nobody refers to any more, and could not be given back where that was noticed.
+# Memory whose owner was garbage-collected during a capture, when it could not be freed; `sweep` frees it later.
 _abandoned: list[VirtualMemory] = []
 
 
 @dataclass
 class _Piece:
-    """Memory on its way to its addresses, there (`is_ready`), or on its way back: an interrupt may come at any point.
+    """A piece of memory that is mapped (`is_ready`), or in the middle of mapping or unmapping after an interrupt.
 
-    Those that are ready come first in their range; the others are taken down before anything else happens there.
+    Ready pieces come first in their range; all others are unmapped and freed before the range changes again.
     """
 
     address: int
@@ -40,7 +40,7 @@ class _Piece:
 
 
 def reserve(owner: object, device: torch.device, num_ranges: int, range_bytes: int) -> VirtualMemory | None:
-    """Addresses for what `owner` has on a device, which go with it; None where they cannot be had."""
+    """Reserve addresses on a device until `owner` is garbage-collected; returns None if that is not possible."""
     driver = find_driver(device)
     if driver is None:
         return None
@@ -49,24 +49,24 @@ def reserve(owner: object, device: torch.device, num_ranges: int, range_bytes: i
     except (DriverError, ValueError) as error:
         logger.warning("hf_paged: torch's memory is taken in place of mapped memory: %s", error)
         return None
-    weakref.finalize(owner, memory.abandon).atexit = False  # the driver takes all back by itself then
+    weakref.finalize(owner, memory.abandon).atexit = False  # at exit the driver frees everything itself
     return memory
 
 
 class VirtualMemory:
     """Ranges of addresses of equal size, each of which has memory up to ``backed`` bytes. Not thread-safe.
 
-    Nothing is left half done by an error: `back` gives every range its bytes or leaves all as they were. Where the
-    driver refuses to take memory back, it stays known and is tried again by the next `release`.
+    An error leaves nothing half done: `back` gives every range its bytes or leaves all ranges unchanged. Memory that
+    the driver refuses to free is kept in the books, and the next `release` tries again.
 
     Args:
-        driver: of the device.
-        num_ranges: how many, one after the other.
-        range_bytes: addresses of each, rounded up to the driver's granularity.
+        driver: the driver of the device.
+        num_ranges: number of ranges, one after the other.
+        range_bytes: size of each range, rounded up to the driver's granularity.
 
     Raises:
         ValueError: sizes that are no positive integers, or more addresses than a GPU has.
-        DriverError: the driver has none.
+        DriverError: the driver cannot reserve the addresses.
     """
 
     def __init__(self, driver: VirtualMemoryDriver, num_ranges: int, range_bytes: int) -> None:
@@ -87,16 +87,16 @@ class VirtualMemory:
 
     @property
     def backed(self) -> int:
-        """Bytes from its beginning on that each range has memory for."""
+        """The number of bytes at the beginning of each range that have memory."""
         return min(sum(piece.nbytes for piece in pieces if piece.is_ready) for pieces in self._pieces)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that this holds."""
+        """The bytes of memory in all ranges."""
         return sum(piece.nbytes for pieces in self._pieces for piece in pieces if piece.handle is not None)
 
     def back(self, nbytes: int) -> None:
-        """Give each range memory for its first `nbytes`, and keep what it has.
+        """Back the first `nbytes` of each range with memory, in addition to what is backed already.
 
         Raises:
             ValueError: more than a range has addresses for.
@@ -110,8 +110,8 @@ class VirtualMemory:
         sweep()
         nbytes = self._whole(nbytes)
         with self._driver.current():
-            # torch's allocator may hold what it does not use; asked first, since memory that is created in vain and
-            # given back is zeroed before it can be had again.
+            # Free torch's cached memory first if it is needed: memory that is created in vain and freed again is zeroed
+            # by the driver before its next use, which takes long.
             if self.num_ranges * nbytes - self.nbytes > self._driver.num_free():
                 self._driver.free_cached()
             try:
@@ -121,29 +121,29 @@ class VirtualMemory:
                 self._back(nbytes)
 
     def tensors(self, nbytes: int) -> list[torch.Tensor]:
-        """The first bytes of each range, which have memory: [nbytes] uint8. They own nothing and hold nothing."""
+        """Return the first bytes of each range, which must be backed: [nbytes] uint8, which do not own the memory."""
         if nbytes > self.backed:
             raise ValueError(f"nbytes={nbytes}: expected at most {self.backed}, which have memory")
         return [self._driver.tensor(self._start(i), nbytes) for i in range(self.num_ranges)]
 
     def release(self) -> None:
-        """Give all memory back, once the device is done; the addresses stay. No tensor may be used any more.
+        """Wait for the device and free all memory, but no addresses. No tensor of the ranges may be used any more.
 
         Raises:
-            DriverError: the driver did not take all of it back.
+            DriverError: the driver did not free all of it.
         """
         with self._driver.current():
             self._driver.finish()
             self._give_back()
 
     def close(self) -> None:
-        """Give memory and addresses back, once the device is done; after an error of the device as far as it goes."""
+        """Wait for the device, and free memory and addresses; after a device error, as many as the driver frees."""
         self._close(self._driver.finish)
 
     def abandon(self) -> None:
-        """`close` for a finalizer, which may run anywhere and waits for nobody who may wait for it.
+        """Close in a finalizer, which may run inside any code, and so must not wait for a capture of another thread.
 
-        In a forked process nothing happens: the memory is the parent's.
+        Does nothing in a forked process: the memory belongs to the parent.
         """
         if os.getpid() == self._process:
             self._close(self._driver.finish_at_once)
@@ -159,11 +159,11 @@ class VirtualMemory:
                 self._give_back()
                 address, self._address = self._address, None
                 self._driver.unreserve(address, self.num_ranges * self.range_bytes)
-        except Exception as error:  # a device that a kernel has broken answers nothing any more
+        except Exception as error:  # after a fatal error of a kernel all driver calls fail
             logger.warning("hf_paged: memory was not given back to the device: %r", error)
 
     def _back(self, nbytes: int) -> None:
-        """All of them, or none."""
+        """Back the first `nbytes` of all ranges, or change nothing."""
         self._tidy()
         begun: list[_Piece] = []
         try:
@@ -177,7 +177,7 @@ class VirtualMemory:
         except BaseException:
             for piece in begun:
                 piece.is_ready = False
-            with suppress(DriverError):  # the first error is the one to see
+            with suppress(DriverError):  # so that the first error is raised
                 self._tidy()
             raise
 
@@ -195,7 +195,7 @@ class VirtualMemory:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Take down what is not ready; where the driver refuses one, the others all the same."""
+        """Unmap and free all pieces that are not ready; raises the first error after trying all of them."""
         errors = []
         for pieces in self._pieces:
             for piece in [piece for piece in reversed(pieces) if not piece.is_ready]:
@@ -210,7 +210,7 @@ class VirtualMemory:
 
     def _take_down(self, piece: _Piece) -> None:
         if piece.may_be_mapped:
-            was_mapped, piece.is_mapped = piece.is_mapped, False  # an interrupt leaves it open whether it is
+            was_mapped, piece.is_mapped = piece.is_mapped, False  # unknown after an interrupt, and then not an error
             try:
                 self._driver.unmap(piece.address, piece.nbytes)
             except DriverError:
@@ -218,7 +218,7 @@ class VirtualMemory:
                 if was_mapped:
                     raise
             piece.may_be_mapped = False
-        handle, piece.handle = piece.handle, None  # after an interrupt never twice: it may be somebody else's by then
+        handle, piece.handle = piece.handle, None  # first: to release it twice may free memory with the same handle
         if handle is not None:
             try:
                 self._driver.release(handle)
@@ -236,7 +236,7 @@ class VirtualMemory:
 
 
 def sweep() -> None:
-    """Give back what was abandoned where that could not be done."""
+    """Free memory that `abandon` could not free."""
     for _ in range(len(_abandoned)):
         with suppress(IndexError):  # another thread sweeps, too
             _abandoned.pop(0).abandon()

@@ -9,7 +9,7 @@ __all__ = ["Engine"]
 
 
 def __getattr__(name: str) -> Any:
-    # At first use: a worker comes by here before it may spend the seconds that torch and transformers take.
+    # Imported at first use: a worker process imports this package before torch and transformers, which take seconds.
     if name == "Engine":
         from hf_paged.engine.engine import Engine
 

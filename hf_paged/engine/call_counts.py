@@ -1,4 +1,4 @@
-"""Which path the calls of one engine's model took, counted, and of which reasons somebody was warned."""
+"""Counts of calls by path (native, lockstep, stock), and the reasons for which a warning was given."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from hf_paged.process_lock import ProcessLock
 
 
 class CallCounts:
-    """Thread-safe. Reasons of one kind are one."""
+    """Counts of the calls of one engine's model. Thread-safe; reasons of one kind count as one."""
 
     def __init__(self) -> None:
-        self._lock = ProcessLock()  # a stream that is garbage-collected while a call is counted is counted itself
+        self._lock = ProcessLock()  # reentrant: garbage collection inside `add` may end a stream, which is counted, too
         self._counts: dict[tuple[str, str | None], tuple[int, int]] = {}
         self._warned: set[str] = set()
 
     def add(self, path: str, reason: Reason | None, num_tokens: int) -> None:
-        """One call that took `path` for `reason` (None: natively) and returned so many new tokens."""
+        """Count a call that took `path` for `reason` (None if native) and returned ``num_tokens`` new tokens."""
         key = path, None if reason is None else reason.kind
         with self._lock.rlock:
             calls, tokens = self._counts.get(key, (0, 0))
             self._counts[key] = calls + 1, tokens + num_tokens
 
     def stats(self) -> dict[str, CallStats]:
-        """By path, all of `PATHS`."""
+        """Return the counts of every path in `PATHS`."""
         with self._lock.rlock:
             counts = dict(self._counts)
         return {path: self._of_path(path, counts) for path in PATHS}
@@ -37,13 +37,13 @@ class CallCounts:
         )
 
     def is_first_warning(self, reason: Reason) -> bool:
-        """True once for each kind of reason."""
+        """Return whether this is the first call for this kind of reason."""
         with self._lock.rlock:
             is_first = reason.kind not in self._warned
             self._warned.add(reason.kind)
         return is_first
 
     def take_warning_back(self, reason: Reason) -> None:
-        """The warning became an exception: who catches it is to get it again."""
+        """Forget a warning that a filter turned into an exception, so that the next call raises it again."""
         with self._lock.rlock:
             self._warned.discard(reason.kind)

@@ -32,7 +32,7 @@ LOST = (
 
 @dataclass(frozen=True)
 class End:
-    """Requests that end now, those among them that are unfinished."""
+    """A command to end the unfinished requests among these ids."""
 
     request_ids: tuple[str, ...]
     reason: str
@@ -41,43 +41,43 @@ class End:
 
 @dataclass(frozen=True)
 class Build:
-    """The KV pool is wanted."""
+    """A command to build the KV pool."""
 
 
 @dataclass(frozen=True)
 class ResetCache:
-    """Forget cached prefixes."""
+    """A command to empty the prefix cache."""
 
 
 @dataclass(frozen=True)
 class BeginWeightUpdate:
-    """No step runs until this rank's caller has written the weights. Ranks without one take what rank 0 sends them."""
+    """A command to run no step while callers write the weights. Ranks that only follow receive them from rank 0."""
 
 
 @dataclass(frozen=True)
 class GatherWeights:
-    """Whole weights of these names, on rank 0."""
+    """A command to gather whole weights by name, on rank 0."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class UseVocabulary:
-    """Grammars of requests to come are compiled for this one (`Grammars.vocabulary`)."""
+    """A command to compile grammars of later requests for this vocabulary (`Grammars.vocabulary`)."""
 
     vocabulary: str
 
 
 @dataclass(frozen=True)
 class Release:
-    """Give the KV pool back, and with ``graphs`` everything else on the device."""
+    """A command to free the KV pool, and with ``graphs`` everything else on the device."""
 
     graphs: bool
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Rank 0 ends its engine: the ranks that follow it are done."""
+    """A command to ranks that follow: rank 0 shuts its engine down."""
 
 
 Command = (
@@ -86,18 +86,19 @@ Command = (
 
 
 class CommandQueue:
-    """Steps an engine core and carries commands out, on every rank alike. With one rank, commands alone go through it.
+    """The queue of commands, which steps the engine and carries commands out alike on every rank. With one rank it only
+    carries commands out.
 
     Not thread-safe: the engine holds its lock around every call.
 
     Attributes:
-        around: entered for everything that waits for other ranks.
-        on_break: called when an exception left a step that other ranks may have finished: they cannot go on together.
-        busy_thread: the thread that steps or takes part in a broadcast right now; a command from inside would mix two.
-        followers: the session of requests that another rank's callers made.
-        expected: requests of this rank's own callers that no command has brought yet.
-        over: why this rank cannot go on with the others, if so.
-        stopped: rank 0 has ended its engine.
+        around: makes a context that is entered around all code that waits for other ranks.
+        on_break: called when an exception left a step that other ranks may have finished, so that the ranks differ.
+        busy_thread: the thread that is in a step or a broadcast; a command from inside would mix two broadcasts.
+        followers: the session of requests that callers of other ranks made.
+        expected: requests of this rank's own callers that no command has added yet.
+        over: why this rank cannot go on with the others, or None.
+        stopped: rank 0 has shut its engine down.
     """
 
     def __init__(self, group: ParallelGroup, core: EngineCore) -> None:
@@ -111,17 +112,17 @@ class CommandQueue:
         self.followers = Session(stream=False, text=False)
         self.expected: dict[str, Request] = {}
         self._queue: list[Command] = []
-        self._is_held = False  # by rank 0, for its caller's writes
-        self._deadlines: dict[str, float] = {}  # of calls, by `time.time`, whose requests get a token at least
-        self._timeouts: dict[str, float] = {}  # of requests, by `time.monotonic`
+        self._is_held = False  # this rank waits for weights that rank 0 sends
+        self._deadlines: dict[str, float] = {}  # ends of ``max_time``, by `time.time`; a request gets a token before
+        self._timeouts: dict[str, float] = {}  # ends of ``timeout``, by `time.monotonic`
 
     def enqueue(self, command: Command) -> None:
-        """Carry a command of rank 0 out before the next step, or after one that is launched from now on."""
+        """Queue a command of rank 0, to be carried out before the next step or after a later one."""
         if self.group.rank == 0:
             self._queue.append(command)
 
     def carry_out(self, command: Command) -> Any:
-        """Carry a command out before this returns, if need be by running steps; returns what it gives.
+        """Carry a command out at once, running steps if need be; returns its result.
 
         Ranks > 0 that run the same script as rank 0 wait for rank 0's command of the same kind.
         """
@@ -136,7 +137,7 @@ class CommandQueue:
         return results[-1]
 
     def close(self, session: Session, carry_out: Callable[[Command], Any]) -> None:
-        """End what is open in a session; `carry_out` is the engine's, which also runs what was deferred."""
+        """End the open requests of a session. ``carry_out``: of the engine, which also runs deferred actions."""
         if self.over is None:
             carry_out(End(tuple(session.open), "abort"))
         for request_id in session.open:
@@ -145,14 +146,14 @@ class CommandQueue:
         session.outbox.clear()
 
     def shut_down(self, carry_out: Callable[[Command], Any], why: str) -> None:
-        """Free what this rank has; where the others only follow, tell them that it is over."""
+        """Free this rank's requests and memory, and stop ranks that only follow."""
         requests = {**self._core.requests, **self.expected}
         try:
             if self.group.driven and self.group.rank == 0 and self.over is None:
                 carry_out(End(tuple(requests), "abort"))
                 carry_out(Stop())
         except WorkerDiedError:
-            pass  # it is over in any case
+            pass  # the ranks end in any case
         finally:
             self._core.abandon()
             self.over = self.over or why
@@ -162,14 +163,14 @@ class CommandQueue:
             request.session.outbox.clear()
 
     def step(self) -> list[tuple[Command, Any]]:
-        """Step a sharded model once: commands before it, if nothing runs, and after it, if its control flag is set."""
+        """Step a sharded model once; carry commands out before it if the engine is idle, or after it if flagged."""
         carried_out: list[tuple[Command, Any]] = []
         with self._guarded():
-            # Ranks > 0 that run the same script as rank 0 added what it added.
+            # Ranks > 0 that run the same script as rank 0 have added the same requests.
             if self._core.is_idle and self.expected:
                 carried_out += self._exchange()
             elif self._core.is_idle:
-                self._queue = []  # ends of requests that have ended: other ranks may know nothing of them
+                self._queue = []  # only `End` of requests that have ended: other ranks would not meet in a broadcast
             self._core.step(control_flag=bool(self._queue))
             if self._core.control_flag:
                 carried_out += self._exchange()
@@ -177,7 +178,7 @@ class CommandQueue:
         return carried_out
 
     def follow(self) -> list[tuple[Command, Any]]:
-        """Wait for rank 0 where nothing runs, else step."""
+        """Wait for commands of rank 0 if the engine is idle, else run a step."""
         if not self._core.is_idle:
             return self.step()
         with self._guarded():
@@ -185,18 +186,18 @@ class CommandQueue:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Ranks that `BeginWeightUpdate` holds do what is inside as well."""
+        """Run the block's collectives together with ranks that wait in a `BeginWeightUpdate`."""
         with self._guarded():
             yield
 
     def tell(self, what: Any) -> None:
-        """To ranks that only follow, while `BeginWeightUpdate` holds them; None: what holds them is over."""
+        """Send an item to ranks that only follow and wait in a `BeginWeightUpdate`; None ends the update."""
         if self.group.driven and self.group.rank == 0 and self.over is None:
             with self._guarded():
                 self.group.broadcast(what)
 
     def _exchange(self) -> list[tuple[Command, Any]]:
-        """Take part in one broadcast, and again while carrying it out commits a step whose control flag is set."""
+        """Take part in a broadcast, and in further ones as long as commands commit a step whose control flag is set."""
         carried_out: list[tuple[Command, Any]] = []
         while True:
             self._core.control_flag = False
@@ -205,14 +206,14 @@ class CommandQueue:
                 carried_out.append((command, self._apply(command)))
             if not self._core.control_flag:
                 break
-        if self._is_held:  # not before: the step that was drained may have brought one more broadcast
+        if self._is_held:  # only here: a command may have committed a step that announces one more broadcast
             self._is_held = False
             receive(self._core.model, self.group)
             self._core.weights_written()
         return carried_out
 
     def _apply(self, command: Command) -> Any:
-        """What a command does on this rank."""
+        """Carry a command out on this rank, and return its result."""
         core = self._core
         if isinstance(command, NewRequest):
             core.add(self._request(command))
@@ -244,14 +245,14 @@ class CommandQueue:
         return None
 
     def _request(self, command: NewRequest) -> Request:
-        """The request as rank 0 has it, without its deadline: other ranks' clocks would end it after other tokens.
+        """Return this rank's request, without a deadline: clocks of other ranks would end it after other tokens.
 
         Raises:
-            ValueError: the caller of this rank asked for something else.
+            ValueError: this rank's own caller made another request than rank 0's.
         """
         assert command.request_id is not None
         for times in (self._deadlines, self._timeouts):
-            times.pop(command.request_id, None)  # of one that had this id before
+            times.pop(command.request_id, None)  # of an earlier request with this id
         own, stop = self.expected.pop(command.request_id, None), command.stop
         if stop is not None and stop.deadline is not None:
             if self.group.rank == 0:
@@ -269,7 +270,7 @@ class CommandQueue:
         return request
 
     def _look_after_requests(self) -> None:
-        """End, on every rank, what only this one knows to be over."""
+        """Queue the end of requests that only this rank knows to be late or failed, for all ranks."""
         requests, now = self._core.requests, time.time()
         for request_id in [i for i in self._core.failed_here if i in requests]:
             self._queue.append(End((request_id,), "error", requests[request_id].error))
@@ -306,7 +307,7 @@ class CommandQueue:
 
 
 def _asked(request: Request, seed: int) -> tuple:
-    """The part of a request that has to be the same on all ranks; the seed of a call without one is rank 0's."""
+    """Return the part of a request that must be equal on all ranks, with this seed: rank 0 draws missing seeds."""
     sequence = request.sequence
     return (sequence.token_ids, sequence.max_new_tokens, sequence.priority, sequence.cache_salt, sequence.adapter,
             replace(request.parameters, seed=seed))

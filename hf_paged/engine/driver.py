@@ -1,7 +1,7 @@
 """The thread that steps an engine for callers whose own threads must not wait for a step.
 
-A caller hands requests over in an `EngineCall`, which is the sink of their outputs, too: of an event loop, of a queue.
-All calls of a thread share its steps. The thread takes part in the turns of threads that step the engine themselves.
+A caller submits requests in an `EngineCall`, whose sink (an event loop, a queue) gets their outputs. All calls of a
+thread share its steps. The thread and other threads that step the engine take turns (`FairLock`).
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from hf_paged.process_lock import ProcessCondition
 
 logger = logging.getLogger(__name__)
 
-LINGER_S = 5.0  # for which a thread that starts by itself waits for work before it ends
+LINGER_S = 5.0  # seconds that a thread which was started by an action waits for another one before it ends
 _PARTING_S = 5.0
-_RUN, _FLUSH, _NOW = 0, 1, 2  # what `stop` asked for; it only ever rises while a thread runs
+_RUN, _FLUSH, _NOW = 0, 1, 2  # values of `_stop`, which only rises while a thread runs
 _FORKED = "the process was forked, and the thread that generates is the parent's"
 
 _threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
 class _MyPauses(threading.local):
-    count = 0  # of this thread
+    count = 0  # `pause` blocks that this thread is inside of
 
 
 class EngineThread:
-    """Steps one engine in a daemon thread as long as there are requests, and waits for more.
+    """A daemon thread that steps one engine while there are requests, and waits for more.
 
     Args:
-        find_engine: Returns the engine, when a thread starts.
-        lingers: The thread starts with the first action, and ends after `LINGER_S` without one; else by `start` and
-            `stop`.
-        after_turn: Called by the thread after each turn (actions and a step).
-        on_end: Called when a thread has ended, with what ended it before its time, or None.
+        find_engine: returns the engine; called when a thread starts.
+        lingers: the thread starts with the first action, and ends after `LINGER_S` without one; otherwise `start` and
+            `stop` start and end it.
+        after_turn: called by the thread after each turn (actions and a step).
+        on_end: called when a thread has ended, with the error that ended it, or None.
 
     Attributes:
-        fatal_error: What ended the last thread before its time, or None.
+        fatal_error: the error that ended the last thread, or None.
     """
 
     def __init__(self, find_engine: Callable[[], Engine], *, lingers: bool = False,
@@ -55,7 +55,7 @@ class EngineThread:
         self._find_engine, self._lingers, self._after_turn, self._on_end = find_engine, lingers, after_turn, on_end
         self._condition = ProcessCondition()
         self._actions: list[Callable[[], None]] = []
-        self._calls: list[EngineCall] = []  # with open requests; of the thread alone
+        self._calls: list[EngineCall] = []  # calls with open requests; only the thread uses this list
         self._thread: threading.Thread | None = None
         self._engine: Engine | None = None  # while a thread runs
         self._stop = _RUN
@@ -66,7 +66,7 @@ class EngineThread:
 
     @property
     def changed(self) -> threading.Condition:
-        """Held for every look at what threads share, and notified of every change."""
+        """The condition whose lock guards all state that threads share; notified of every change."""
         return self._condition.condition
 
     @property
@@ -76,22 +76,22 @@ class EngineThread:
         return self._engine
 
     def is_running(self) -> bool:
-        """Was the thread started, and does it still run?"""
+        """Return whether the thread runs."""
         self.check_process()
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def was_stopped(self) -> bool:
-        """Was the thread asked to end, or did it end?"""
+        """Whether `stop` was called, or the thread has ended."""
         return self._stop != _RUN
 
     @property
     def is_over(self) -> bool:
-        """Is no thread there that takes actions?"""
+        """Whether no thread runs that takes actions."""
         return self._engine is None
 
     def start(self) -> None:
-        """Start the thread, which has ended or never began; raises what `find_engine` raises."""
+        """Start a thread if none runs; raises what `find_engine` raises."""
         self._start(_RUN)
 
     def _start(self, stop: int) -> None:
@@ -101,7 +101,7 @@ class EngineThread:
             self._thread.start()
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Have the thread do something before its next step."""
+        """Have the thread call ``action`` before its next step."""
         self.check_process()
         with self.changed:
             self._actions.append(action)
@@ -113,10 +113,10 @@ class EngineThread:
             self._start(self._stop)
 
     def stop(self, *, now: bool) -> None:
-        """Have the thread end when all requests are done, or ``now``, before the next step.
+        """Have the thread end when all requests are done or, with ``now``, before the next step.
 
         Raises:
-            RuntimeError: it is called inside of `pause`, by the same thread.
+            RuntimeError: called by a thread that is inside of `pause`.
         """
         if self._my_pauses.count:
             raise RuntimeError("stop was called inside `pause` by the same thread: the generation loop would never end")
@@ -125,7 +125,7 @@ class EngineThread:
             self.changed.notify_all()
 
     def join(self, timeout: float | None) -> bool:
-        """Wait for the end of the thread; False where it still runs after ``timeout`` seconds."""
+        """Wait for the end of the thread; returns False if it still runs after ``timeout`` seconds."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout)
@@ -133,7 +133,7 @@ class EngineThread:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """No step runs inside this block, so that the model may be changed; requests in flight go on afterwards.
+        """Run no step inside the block, so that the model may be changed; requests continue after the block.
 
         Raises:
             RuntimeError: the thread does not run, or ended before it could pause.
@@ -164,17 +164,17 @@ class EngineThread:
             self.changed.notify_all()
 
     def check_process(self) -> None:
-        """Give everything up where the thread is another process': in the child of a fork there is no such thread."""
+        """Drop all calls if the thread has not survived a fork, which copies no other threads to the child."""
         with self.changed:
             if self._engine is not None and self._thread is not None and not self._thread.is_alive():
-                self._calls, self._actions = [], []  # of threads and event loops of the parent
+                self._calls, self._actions = [], []  # their callers are threads and event loops of the parent
                 self._num_pauses, self._is_paused = self._my_pauses.count, False
                 self._end(RuntimeError(_FORKED))
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
     def add(self, call: EngineCall, requests: list[NewRequest]) -> list[str | ValueError]:
-        """Queue requests of a call; as `Engine.add_all`."""
+        """Queue requests of a call, as `Engine.add_all` does."""
         try:
             added = self.engine.add_all(call.session, requests)
         except BaseException:
@@ -196,7 +196,7 @@ class EngineThread:
         session, call.session, call.num_open = call.session, Session(call.session.stream, call.session.text), 0
         try:
             self.engine.close_session(session)
-        except Exception as error:  # ranks of a sharded model lost each other, and their requests are lost with them
+        except Exception as error:  # ranks of a sharded model lost each other, which ends their requests, too
             logger.warning("hf_paged: requests of a call that is over were not ended: %r", error, exc_info=error)
 
     def _run(self) -> None:
@@ -222,11 +222,11 @@ class EngineThread:
                 self._end(error)
 
     def _is_this(self) -> bool:
-        """False in a thread that ended for want of work, after which another one may run already."""
+        """Return whether this thread is the present one: after `LINGER_S` another thread may have replaced it."""
         return self._thread is threading.current_thread()
 
     def _wait(self) -> list[Callable[[], None]] | None:
-        """What to do before the next step, once there is something to do; None where the thread is to end."""
+        """Wait for work, and return the actions before the next step; returns None if the thread is to end."""
         with self.changed:
             while True:
                 if self._num_pauses:
@@ -239,11 +239,11 @@ class EngineThread:
                 if self._stop == _FLUSH:
                     return None
                 if not self.changed.wait(LINGER_S if self._lingers else None) and not self._actions:
-                    self._engine = self._thread = None  # before an action can come, which starts another thread
+                    self._engine = self._thread = None  # under the lock, so that the next action starts another thread
                     return None
 
     def _rest(self) -> None:
-        """Stay here as long as some thread is inside of `pause`."""
+        """Wait while any thread is inside of `pause`."""
         device: Any = self.engine.model.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -253,7 +253,7 @@ class EngineThread:
         self._is_paused = False
 
     def _step(self) -> None:
-        """Run one step, and hand its outputs over. Where it raises, all calls fail, and the next ones are unharmed."""
+        """Run one step, and hand its outputs over. If the step raises, all present calls fail, but no later ones."""
         calls = self._calls
         if not calls:
             return
@@ -278,7 +278,7 @@ class EngineThread:
             call.fail(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Note that no thread runs any more, and wake all that wait."""
+        """Note that no thread runs, and wake all waiting threads."""
         with self.changed:
             self._stop, self.fatal_error = max(self._stop, _FLUSH), error
             self._engine = None
@@ -292,13 +292,13 @@ class EngineThread:
 
 
 def runs_on(engine: Engine) -> bool:
-    """Does some thread of this process step the engine?"""
+    """Return whether an `EngineThread` of this process steps the engine."""
     return any(thread._engine is engine and thread.is_running() for thread in list(_threads))
 
 
 @atexit.register
 def _end_threads() -> None:
-    """A daemon thread inside torch while the interpreter goes down would bring the process down with an error."""
+    """Stop all threads at exit: a daemon thread inside torch would crash the interpreter while it shuts down."""
     for thread in list(_threads):
         if thread.is_running():
             thread.stop(now=True)

@@ -1,4 +1,4 @@
-"""Requests in, tokens out: the engine that drives scheduler and runner over one model."""
+"""The engine of one model: it takes requests, drives the scheduler and the runner, and returns tokens."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ from hf_paged.scheduler import Scheduler
 from hf_paged.scheduler.block_use import block_columns
 from hf_paged.scheduler.lockstep_rows import blocks_together
 
-# Seconds between two looks of a thread whose work has to wait for another's.
+# Seconds that a thread sleeps between two checks while its requests wait for a step of another thread.
 _NAP = 0.5e-3
 FROM_INSIDE = ("A streamer, processor or criterion called `generate` of its own model. That inner call runs in stock; "
                "call it after the outer one.")
@@ -92,7 +92,8 @@ IN_UPDATE = ("Steps wait for the end of the update, so that this call runs in st
 DISABLED = "Disable a model after its calls are done."
 BUSY_PRECISION = ("One engine computes in one precision at a time. Make calls under autocast and calls without it one "
                   "after the other, or all under the same.")
-# The marks of the updates inside of which this context is, or was when it was copied, in whatever thread or task.
+# The updates (`Engine._update`) that the current context is inside of. A copied context (of a task, for instance) keeps
+# the updates of its origin, so that `check_outside_update` can refuse an await that would deadlock.
 _updates: ContextVar[tuple[object, ...]] = ContextVar("hf_paged_updates", default=())
 _CANNOT_RUN = "the model cannot run on the paged engine as it is now: "
 _IN_UPDATE = "inside a weight_update() of the same engine, which holds steps off: leave the `with` block first"
@@ -101,7 +102,7 @@ _FORKED = "this process is a fork of one whose model is sharded over several ran
 
 
 def rehearse(model: PreTrainedModel, config: PagedConfig) -> None:
-    """Have the kernels compiled that an engine which owns its device runs first; allocates nothing that stays.
+    """Compile the kernels that an engine with ``owns_device`` runs first; frees what it allocates.
 
     Raises:
         UnsupportedModelError: the model's class is not supported.
@@ -113,14 +114,14 @@ def rehearse(model: PreTrainedModel, config: PagedConfig) -> None:
 
 
 def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
-    """The executor, once it is known that the config suits the model."""
+    """Return the model's executor after checking that the config suits the model."""
     executor_class = find_executor(model)
     if executor_class is None:
         raise UnsupportedModelError(f"model={type(model).__name__}: expected a class that hf_paged supports")
     warm_up(model.device)
     executor = executor_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels,
                               one_launch=config.one_launch)
-    if not executor.group.is_parallel:  # most likely its calls will be made as this one is
+    if not executor.group.is_parallel:  # calls probably run under the autocast of this thread: no change of it later
         executor.autocast = executor.autocast_of_call()
     check_backend(config.attention_backend, executor.kv_spec().attention(config.block_size))
     return executor
@@ -131,25 +132,25 @@ def _under(autocast: torch.dtype | None) -> str:
 
 
 def _is_zero(max_new_tokens: Any) -> bool:
-    """Is nothing to be generated? False, which equals 0, is refused as a number of tokens."""
+    """Return whether no token is to be generated. False, which equals 0, is not a number of tokens."""
     return type(max_new_tokens) is int and max_new_tokens == 0
 
 
 class _Call:
-    """A call in lockstep: gone with the frame of `Engine.lockstep`, whatever ended that."""
+    """A marker referenced by the frame of `Engine.lockstep` alone: it dies with the call, also after an interrupt."""
 
 
 class Engine:
     """The paged engine of one model (reached through `get_engine` or `PagedGenerator.engine`).
 
-    Thread-safe: one lock per engine, held for a step at a time, so that callers in several threads share batches.
+    Thread-safe: each engine has one lock, which is held for a step at a time. Callers in several threads share steps.
 
     Args:
         model: a causal LM that `hf_paged` supports.
         config: how to run.
-        tokenizer: for `StepOutput.new_text` and `Completion.text`; None leaves them None.
+        tokenizer: decodes `StepOutput.new_text` and `Completion.text`; with None both fields are None.
         owns_device: take the whole memory budget at once after a real warm-up pass (`PagedGenerator`); otherwise the
-            pool starts small and grows on demand (an enabled model, whose GPU is its user's too).
+            pool starts small and grows on demand (an enabled model, which shares its GPU with the user's code).
 
     Raises:
         UnsupportedModelError: the model's class is not supported.
@@ -170,13 +171,13 @@ class Engine:
         self._public = Session(stream=True)
         self._ids = itertools.count()
         self._is_shut_down = False
-        self._updating_thread: int | None = None  # inside of `weight_update`
-        self._update: object | None = None  # the mark of that update
-        self._stop_strings: CachedStopStrings | None = None  # the last one: calls ask for one over and over
-        self._deferred: list[Callable[[], None]] = []  # what must wait for the end of a step
-        self._at_end_of_batches: list[Callable[[], None]] = []  # and of all calls in lockstep
+        self._updating_thread: int | None = None  # the thread that is inside of `weight_update`
+        self._update: object | None = None  # identifies the update under way in `_updates`
+        self._stop_strings: CachedStopStrings | None = None  # of the last request: most calls repeat the same strings
+        self._deferred: list[Callable[[], None]] = []  # actions that must wait for the end of a step
+        self._at_end_of_batches: list[Callable[[], None]] = []  # actions that must wait until all lockstep calls end
         self._merges = MergeCache()
-        # `add_request` looks at the model once between two steps, and the next step for all that came before it.
+        # `add_request` checks the model once between two steps; the next step checks it again for all new requests.
         self._has_looked = False
         self._arrived: list[str] = []
         engine_registry.register(self)
@@ -189,27 +190,29 @@ class Engine:
         """Queue a request; `step` returns its tokens.
 
         Args:
-            prompt_token_ids: token ids, at least one, each in [0, vocab_size). Or, to go on with a request that was
-                ended half-way, its `Completion` or ``{"prompt_token_ids": ids, "output_token_ids": ids}``: what was
-                made counts as generated, in every setting and in the new completion. A completion draws on with its
-                own seed, whatever ``seed`` says. One that had reached its end has it at once.
-            generation_config: None: `model.generation_config`. Unset fields take the model's and then stock's values.
-            **keywords: those of `EngineKeywords`.
+            prompt_token_ids: token ids, at least one, each in [0, vocab_size). Or, to continue a request that was
+                ended half-way, its `Completion` or ``{"prompt_token_ids": ids, "output_token_ids": ids}``: the earlier
+                output counts as generated, in every setting and in the new completion. A continued `Completion` keeps
+                its own seed, and ``seed`` is ignored. An output that was complete ends at once.
+            generation_config: the options of generation; None means `model.generation_config`. Unset fields take the
+                model's and then stock's values.
+            **keywords: the keywords of `EngineKeywords`.
 
         Returns:
             The request's id.
 
         Raises:
-            ValueError, TypeError: naming the argument, the value and what is accepted; nothing is queued then.
+            ValueError, TypeError: an argument is invalid; the message names it, its value and what is accepted, and
+                nothing is queued.
             ImportError: ``structured`` without xgrammar.
             UnsupportedOptionError: a generation option that is not native.
-            UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes). Where it
-                changes before the step that takes requests in, these end with ``finish_reason="error"``.
+            UnsupportedModelError: the model cannot run natively as it is now (hooks, wrappers, dtypes). Where the model
+                changes before the step that receives the request, the request ends with ``finish_reason="error"``.
         """
         check_keywords(EngineKeywords, {**keywords}, "Engine.add_request")
         max_new_tokens, request_id = keywords.get("max_new_tokens"), keywords.get("request_id")
         self._check_open()
-        # Under autocast always: the model may pass without it alone.
+        # Under autocast the model is checked for each request: an earlier check may have been made without autocast.
         autocast = self.autocast_of_call()
         if not self._has_looked or self.group.is_parallel or autocast is not None:
             self.check_runnable()
@@ -218,7 +221,7 @@ class Engine:
         model = self._executor.source
         merged = self._merges(model, generation_config, {}, call_key(model, {})).config
         if max_new_tokens is not None:
-            merged = copy.copy(merged)  # others get it again
+            merged = copy.copy(merged)  # `_merges` returns the same config to later requests
             merged.max_new_tokens = 1 if _is_zero(max_new_tokens) else max_new_tokens
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; add the request again")
@@ -235,7 +238,7 @@ class Engine:
         priority = check_priority(keywords.get("priority", 0))
         if not isinstance(request_id, (str, type(None))):
             raise TypeError(f"request_id={request_id!r}: expected None or a str")
-        # Other ranks may not know an enumeration of the user's script.
+        # A plain str: other ranks cannot unpickle a subclass (an enumeration) of the user's script.
         request_id = None if request_id is None else str.__str__(request_id)
         before = None if before is None else self.check_made(prompt, before, settings)
         given_seed: Any = keywords.get("seed")
@@ -251,7 +254,7 @@ class Engine:
         return made
 
     def step(self) -> list[StepOutput]:
-        """Run one step and return what it brought, together with what other callers' steps brought before."""
+        """Run one step; return its outputs, behind those that steps of other callers made for `add_request`."""
         return self.advance([self._public], always_step=True)[0]
 
     def abort(self, request_id: str) -> None:
@@ -263,23 +266,23 @@ class Engine:
         with self._lock.turn(), self._lock.rlock:
             if request_id not in self._commands.expected:
                 self._core.requests[request_id]  # KeyError
-            self.after_step(lambda: self._carry_out(End((request_id,), "abort")))  # a tokenizer may call this in a step
+            self.after_step(lambda: self._carry_out(End((request_id,), "abort")))  # a tokenizer may abort inside a step
 
     def unfinished_copies(self, request_id: str) -> list[str]:
-        """Ids of unfinished requests, of any caller, with this one or one that `copy_ids` made of it."""
+        """Return the ids of all callers' unfinished requests that are ``request_id`` or that `copy_ids` made of it."""
         with self._lock.turn(), self._lock.rlock:
             ids = [*self._commands.expected, *self._core.requests]
         return [one for one in ids if one == request_id or is_copy(one, request_id)]
 
     def has_unfinished(self) -> bool:
-        """True while a request of `add_request` runs or its outputs were not fetched by `step`."""
+        """Return whether a request of `add_request` runs, or has outputs that `step` has not returned."""
         return self._public.unfinished()
 
     @contextmanager
     def session(self, *, stream: bool = False, text: bool = True) -> Iterator[Session]:
-        """A session of one's own; leaving the block ends what is still running in it, whatever happened.
+        """Open a session for the block; leaving the block, also by an exception, ends the session's requests.
 
-        Where ranks hold the model together, Ctrl-C comes between two steps of a session that does not stream.
+        With a model sharded over ranks, Ctrl-C is raised only between two steps of a session that does not stream.
         """
         session = Session(stream=stream, text=text)
         with nullcontext() if stream else self._uninterrupted():
@@ -289,15 +292,16 @@ class Engine:
                 self.close_session(session)
 
     def add(self, session: Session, new: NewRequest) -> str:
-        """Queue a request whose prompt is checked, for a session; returns its id.
+        """Queue a request for a session, and return its id. The prompt must have been checked.
 
         Raises:
             ValueError: an id in use, settings that cannot be encoded, or stop strings as for `stop_rule`.
-            EngineClosedError, UnsupportedModelError: nothing can be queued any more.
+            EngineClosedError: the engine is closed.
+            UnsupportedModelError: the sharded model changed on rank 0, or its weights are not gathered.
             PrecisionBusyError: requests of another precision run.
         """
         stop = self.stop_rule(new.settings, new.prompt) if new.stop is None else new.stop
-        if new.settings.structured is not None and new.grammar is None:  # here, not inside of a step
+        if new.settings.structured is not None and new.grammar is None:  # compiled here: no step waits for it
             new = replace(new, grammar=self.grammar_of(new.settings.structured))
         with self._lock.turn(), self._lock.rlock:
             self._refuse_inside("a request was added")
@@ -329,7 +333,7 @@ class Engine:
             return request.request_id
 
     def add_all(self, session: Session, requests: list[NewRequest]) -> list[str | ValueError]:
-        """`add` of each request: its id, or the ValueError that is about it alone; other exceptions are raised."""
+        """Call `add` for each request, and return its id or its ValueError; raises other exceptions."""
         added: list[str | ValueError] = []
         for new in requests:
             try:
@@ -339,23 +343,23 @@ class Engine:
         return added
 
     def advance(self, sessions: list[Session], *, always_step: bool = False) -> list[list[StepOutput]]:
-        """Of each session the outputs that wait for it, after at most one step; it may be unfinished after none."""
+        """Return each session's outputs; run a step before that if no session has any, or if ``always_step`` is set."""
         self._refuse_inside("step() was called")
         with self._lock.turn(after_others=True) as turn, self._lock.rlock:
             turn.leave()
-            is_stuck = False  # there was nothing to do, or it has to wait for others
+            is_stuck = False  # the step had nothing to do, or has to wait for other threads
             if always_step or not any(session.outbox for session in sessions):
                 try:
                     self._look_for_arrivals()
                     if self.group.is_parallel:
                         self._commands.step()
                         interrupts.check()
-                    else:  # a streaming caller's code runs between steps, and may have changed the model
+                    else:  # the code of a streaming caller ran since the last step, and may have changed the model
                         is_stuck = not self._core.step(look_at_model=any(session.stream for session in sessions))
                 finally:
                     self._run_deferred()
             elif not self.group.is_parallel:
-                self._core.recover_if_dirty()  # which looks at what was handed out
+                self._core.recover_if_dirty()  # which reads the outboxes, and so comes before they are emptied
             outputs = [list(session.outbox) for session in sessions]
             for session in sessions:
                 session.outbox.clear()
@@ -367,16 +371,16 @@ class Engine:
     def lockstep(self, prompts: list[list[int]], max_new_tokens: int, cache_salt: bytes = b"",
                  autocast: torch.dtype | None = None,
                  adapters: list[str | None] | None = None) -> Iterator[LockstepBatch | Reason]:
-        """Rows that step together while the caller picks their tokens; or the reason why they cannot.
+        """Open a batch of rows that step together while the caller picks their tokens, or yield why they cannot.
 
-        Other callers go on meanwhile. The engine's lock is held only while logits are asked for.
+        Requests of other callers run at the same time. The engine's lock is held only while logits are computed.
 
         Args:
             prompts: checked token ids.
-            max_new_tokens: tokens that each row may get at most.
-            cache_salt: as in `RequestSettings`, of all rows.
-            autocast: as in `NewRequest`, of all rows.
-            adapters: every row's `RequestSettings.adapter_name`.
+            max_new_tokens: the most tokens that each row may get.
+            cache_salt: `RequestSettings.cache_salt` of all rows.
+            autocast: `NewRequest.autocast` of all rows.
+            adapters: `RequestSettings.adapter_name` of each row.
         """
         batch: LockstepBatch | None = None
         named: list[str | None] = [None] * len(prompts) if adapters is None else adapters
@@ -406,7 +410,7 @@ class Engine:
                     try:
                         batch.close()
                     finally:
-                        self._core.dirty |= batch.rows is not None  # an interrupt came before it was closed
+                        self._core.dirty |= batch.rows is not None  # an interrupt left `close` before it freed the rows
                         self._core.batches.remove(batch)
                         self._core.recover_if_dirty()
                         self._run_deferred()
@@ -415,11 +419,11 @@ class Engine:
 
     def lockstep_reason(self, prompts: list[list[int]], max_new_tokens: int,
                         adapters: list[str | None]) -> Reason | None:
-        """Why `lockstep` would refuse these rows as things stand, or None; changes nothing."""
+        """Return the reason why `lockstep` would refuse these rows now, or None; changes nothing."""
         return self._refusal() or self._too_many(prompts, max_new_tokens, adapters)
 
     def _refusal(self) -> Reason | None:
-        """Why no rows at all can step together here and now, or None."""
+        """Return the reason why this thread can open no lockstep batch now, or None."""
         if self.is_updating():
             return Reason("it was called inside a weight_update() of the same engine", remedy=IN_UPDATE)
         if self.is_reentrant():
@@ -432,7 +436,7 @@ class Engine:
         return None
 
     def _too_many(self, prompts: list[list[int]], max_new_tokens: int, adapters: list[str | None]) -> Reason | None:
-        """Why these rows could not step together if they had the pool to themselves, or None."""
+        """Return the reason why these rows do not fit into the KV pool even if it is empty, or None."""
         wanted = blocks_together(prompts, max_new_tokens, self.config.block_size, adapters)
         most = self._core.pool.most_blocks - 1
         if wanted <= most:
@@ -443,7 +447,7 @@ class Engine:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """The engine's lock, between two steps."""
+        """Hold the engine's lock between two steps."""
         with self._lock.turn() as turn, self._lock.rlock:
             turn.leave()
             if not self.is_reentrant():
@@ -452,10 +456,10 @@ class Engine:
             yield
 
     def _drive(self, batch: LockstepBatch) -> None:
-        """Step until a batch has what it waits for; other threads' steps bring it, too."""
+        """Run steps until a batch has the logits that it waits for; steps of other threads compute them, too."""
         while batch.is_waiting:
             steps = self._core.totals["steps"]
-            if self._core.owes_requests:  # their caller steps the engine, as a rule
+            if self._core.owes_requests:  # the next step is for requests alone, and mostly their own caller runs it
                 time.sleep(_NAP)
                 if self._core.totals["steps"] != steps:
                     continue
@@ -474,7 +478,7 @@ class Engine:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        """One line. It waits for no step under way, and so fits a debugger: its figures may be of different moments."""
+        """Return one line. It takes no lock, for debuggers: its figures may be of different moments."""
         if self._is_shut_down or not self._executor.has_source:
             return "Engine(closed)"
         model, scheduler = self._executor.source, self._core.scheduler
@@ -488,7 +492,7 @@ class Engine:
         return f"Engine({type(model).__name__}{where}, {state})"
 
     def stats(self) -> EngineStats:
-        """Counters and present state; see `EngineStats`."""
+        """Return counters and the present state."""
         with self._lock.turn(), self._lock.rlock:
             s, p, pool = self._core.scheduler, self._core.totals, self._core.pool
             return EngineStats(
@@ -516,23 +520,23 @@ class Engine:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """No step of any thread runs in here, and what observers keep does not change."""
+        """Hold the engine's lock, so that no thread runs a step in the block and no observer is called."""
         with self._lock.turn() as turn, self._lock.rlock:
             turn.leave()
             yield
 
     def waiting_by_reason(self) -> dict[str, int]:
-        """Of the waiting requests how many wait for what; see `Scheduler.waiting_by_reason`."""
+        """Return the number of waiting requests by the reason why they wait; see `Scheduler.waiting_by_reason`."""
         with self._lock.turn(), self._lock.rlock:
             return self._core.scheduler.waiting_by_reason() if self._core.scheduler is not None else {}
 
     @property
     def cache_spec(self) -> KVSpec:
-        """Shapes, dtypes and device of this rank's cache."""
+        """The shapes, dtypes and device of this rank's cache."""
         return self._executor.kv_spec()
 
     def cache_view(self) -> CacheView:
-        """Who uses which block of the pool; without a pool there are none."""
+        """Return which request uses which block of the KV pool; the view is empty while there is no pool."""
         with self._lock.turn(), self._lock.rlock:
             owners = {name: list(request.sequence.block_table) for name, request in self._core.requests.items()}
             for i, batch in enumerate(self._core.batches):
@@ -546,12 +550,12 @@ class Engine:
             return CacheView(users[1:], cached[1:], owners, self.config.block_size)
 
     def draw_cache(self, trace: str | os.PathLike | None = None) -> Any:
-        """Draw the KV pool as it is now: a square for each block, in the color of the request that uses it; shared,
-        cached and free ones in colors of their own.
+        """Draw the KV pool as it is now: a square for each block, in the color of the request that uses the block;
+        shared, cached and free blocks have colors of their own.
 
         Args:
-            trace: a file of `hf_paged.trace`: what the blocks were used for over its time is drawn below, for each
-                engine in it.
+            trace: a file of `hf_paged.trace`; the use of the blocks over the time of the trace is drawn below, for
+                each engine in the file.
 
         Returns:
             A `matplotlib.figure.Figure`, which a notebook shows; ``savefig`` writes it to a file.
@@ -563,30 +567,30 @@ class Engine:
         return draw(self.cache_view(), trace)
 
     def watch(self, observer: Observer) -> None:
-        """Tell it what happens in the steps from now on, those under way included; see `Observer`."""
+        """Call an observer for each event from now on, events of the steps under way included."""
         with self._lock.turn(), self._lock.rlock:
             self._core.observers.add(observer)
 
     def unwatch(self, observer: Observer) -> None:
-        """Tell it nothing any more; one that is not told anything is left alone."""
+        """Stop calling an observer; does nothing if the observer does not watch this engine."""
         with self._lock.turn(), self._lock.rlock:
             self._core.observers.remove(observer)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False (and nothing done) while a request is unfinished."""
+        """Empty the prefix cache. Returns False, and does nothing, while a request is unfinished."""
         with self._lock.turn(), self._lock.rlock:
             return self._carry_out(ResetCache())
 
     def release_memory(self, graphs: bool = False) -> None:
-        """Give the memory of the KV pool and of copies of weights back to the device, and forget what was cached; the
-        next request takes it again.
+        """Free the device memory of the KV pool and of copies of weights, and empty the prefix cache; the next request
+        allocates the memory again.
 
-        On a GPU where the pool lies in reserved addresses (see docs/design/memory.md), its addresses, the CUDA graphs
-        and the tables that they read stay, and nothing is captured anew. Elsewhere everything goes, as with `graphs`.
+        On a GPU where the pool lies in reserved addresses (see docs/design/memory.md), the addresses, the CUDA graphs
+        and the tables that the graphs read stay, and nothing is captured anew. Elsewhere all are freed, as by `graphs`.
 
         Args:
-            graphs: also drop the captured CUDA graphs with the memory that their steps work in, and all else that the
-                engine has on the device.
+            graphs: also free the captured CUDA graphs with their working memory, and all other device memory of the
+                engine.
 
         Raises:
             RuntimeError: while requests are unfinished.
@@ -603,17 +607,18 @@ class Engine:
                 self.replica.release()
 
     def shutdown(self) -> None:
-        """End the requests of all callers, give all memory back, and refuse new requests.
+        """End the requests of all callers, free all memory, and refuse new requests.
 
-        Waits for other threads' calls in lockstep, whose forwards need the model as it is; inside of a call in lockstep
-        of this thread, for which one of those may be waiting, all but the refusal comes when the last such call ends.
+        Waits for lockstep calls of other threads, whose forwards need the model as it is. Inside of a lockstep call of
+        this thread nothing is waited for, since another call may wait for this one: new requests are refused at once,
+        and the rest is done when the last lockstep call ends.
         """
         self._is_shut_down = True
-        # A thread that holds the lock, as in garbage collection, would wait for those who wait for it.
+        # A thread that holds the lock (in garbage collection) does not wait: the other calls wait for the lock.
         waits, me = not self._lock.is_held_here(), threading.get_ident()
         while waits and self._core.batches and all(batch.thread != me for batch in self._core.batches):
             with self._held():
-                pass  # calls that were interrupted in their very end are over now
+                pass  # `_held` ends lockstep calls that an interrupt left without `close`
             time.sleep(_NAP)
         with self._lock.turn(), self._lock.rlock:
             if self.is_reentrant():  # garbage collection in the middle of a step
@@ -631,17 +636,17 @@ class Engine:
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
-        """In here this thread may write the model's weights, while requests of any thread run.
+        """Let this thread write the model's weights in the block while requests of any thread are unfinished.
 
             with engine.weight_update():
                 optimizer.step()
 
-        Waits for the end of the step under way, and holds further steps off. At the end the engine knows that the
-        weights are others, whatever wrote them: `EngineStats.weights_version` goes up, cached prefixes are forgotten,
-        running requests start over or keep their keys and values (`PagedConfig.on_weight_change`), and merged weights,
-        RoPE tables and CUDA graphs are looked at before the next step. What an exception in the block leaves counts as
-        written. On a GPU the block runs behind the last step on its thread's current stream, and the next step behind
-        that. Ranks that run one script enter it together.
+        Waits for the end of the step under way; no further step runs before the end of the block. At the end the engine
+        treats the weights as changed: `EngineStats.weights_version` goes up, the prefix cache is emptied, running
+        requests start over or keep their keys and values (`PagedConfig.on_weight_change`), and merged weights, RoPE
+        tables and CUDA graphs are checked before the next step. After an exception in the block the weights count as
+        changed, too. On a GPU the block's work on the thread's current stream runs behind the last step, and the next
+        step behind the block's work. Ranks that run one script must enter the block together.
 
         Raises:
             RuntimeError: inside of a step, or of another update, of this engine by the same thread; where the model
@@ -684,20 +689,19 @@ class Engine:
         """Write new values into the model's weights, in place, as one `weight_update`.
 
         Args:
-            weights: whole tensors by their names in the unsharded model's `state_dict`, as a dict or as pairs, of which
-                an iterator is drained one at a time; of any float dtype, on any device. Of tied weights one name or
-                both. Names of checkpoints that keep each expert's matrices apart, or leave out the causal LM's prefix,
-                are known, too. An iterator that is this thread's own code may be interrupted, and may not use the
-                engine.
-            partial: some of the model's tensors may be missing, and stay.
+            weights: whole tensors by their names in the unsharded model's `state_dict`, as a dict or as pairs; of any
+                float dtype, on any device. An iterator is read one pair at a time, may be interrupted by Ctrl-C, and
+                may not use the engine. Tied weights may have one name or both. Names of checkpoints that keep each
+                expert's matrices apart, or leave out the causal LM's prefix, are accepted, too.
+            partial: some of the model's tensors may be missing, and keep their values.
 
         Raises:
             ValueError, TypeError: a name, shape or dtype that is not the model's, a tensor that is missing, a layer
-                that is quantized. Nothing was written: with a dict, list or tuple always; with an iterator where it was
-                found before the first tensor was.
-            PartlyLoadedError: any error after the first tensor, the iterator's own included; it says what was written.
-            RuntimeError: inside of a step of this engine, of a `weight_update` by another means; a model that its
-                trainer shards.
+                that is quantized. Nothing was written: with a dict, list or tuple always; with an iterator if the error
+                was found before the first tensor was written.
+            PartlyLoadedError: any error after the first tensor was written, the iterator's own included; the error
+                names the tensors that were written.
+            RuntimeError: inside of a step of this engine; a model that its trainer shards.
         """
         self._check_holds_weights()
         sent = self.group.driven or not self.group.is_parallel  # else every rank is given the tensors
@@ -710,12 +714,12 @@ class Engine:
                 self._load_on_every_rank(loader, weights)
 
     def _load_on_every_rank(self, loader: WeightLoader, weights: Any) -> None:
-        """No rank writes before all have checked what can be, and none succeeds alone."""
+        """Load weights on every rank: no rank writes before all ranks have checked, and an error is raised on all."""
         pairs = self._agreed(lambda: loader.checked(weights), loader)
         self._agreed(lambda: loader(pairs), loader)
 
     def _agreed(self, work: Callable[[], Any], loader: WeightLoader | None = None) -> Any:
-        """Done on every rank that runs this script, or raised on all of them."""
+        """Return what ``work`` returns on this rank, or raise on every rank if it raised on one."""
         result, error = None, None
         try:
             result = work()
@@ -730,20 +734,20 @@ class Engine:
         return result
 
     def load_adapter(self, name: str, adapter: Any, config: Any = None) -> None:
-        """Give the model a LoRA adapter, which rows may name and which is not active; as one `weight_update`.
+        """Add a LoRA adapter to the model, as one `weight_update`. Requests may name the adapter; it is not activated.
 
-        Every rank of a sharded model has its part of it. PEFT has to be installed. It takes a LoraConfig whose targets
-        are linear layers of the decoder; those of embeddings, head or experts, and variants (DoRA), are refused.
+        Every rank of a sharded model gets its part of the adapter. PEFT has to be installed. The LoraConfig's targets
+        must be linear layers of the decoder; embeddings, head, experts and variants (DoRA) are refused.
 
         Args:
-            name: the adapter's, for `adapter_names` and `adapter_name`.
-            adapter: a directory or hub id of what PEFT saved, or its state dict by PEFT's names.
+            name: the adapter's name, for `adapter_names` and `adapter_name`.
+            adapter: a directory or hub id of an adapter that PEFT saved, or its state dict by PEFT's names.
             config: a LoraConfig or its dict; needed with a state dict.
 
         Raises:
             ImportError: PEFT is not installed.
             OSError: there is no such folder, or no adapter in it.
-            ValueError, TypeError: the name is taken, or the adapter is none for this model; the model has none of it.
+            ValueError, TypeError: the name is taken, or the adapter does not fit the model; the model is unchanged.
             RuntimeError: as from `weight_update`; a model that its trainer shards.
         """
         self._check_holds_weights()
@@ -772,9 +776,9 @@ class Engine:
                 raise
 
     def delete_adapter(self, name: str) -> None:
-        """Take a LoRA adapter off the model, on all its ranks; as one `weight_update`.
+        """Remove a LoRA adapter from the model, on all ranks, as one `weight_update`.
 
-        Requests that name it, and have not ended, end with ``finish_reason="error"``.
+        Unfinished requests that name the adapter end with ``finish_reason="error"``.
 
         Raises:
             ValueError: the model has no adapter of this name.
@@ -789,12 +793,12 @@ class Engine:
             self._commands.tell(NoAdapter(name))
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The unsharded model's `state_dict`, one tensor after the other: names, and whole tensors on the host.
+        """Yield the names and whole tensors, on the host, of the unsharded model's `state_dict`.
 
-        Tensors have memory of their own, and are brought together in buckets of at most 256 MiB or one tensor. Tied
-        weights come once, by their first name. Requests may run meanwhile, and weights change: a tensor has what was
-        there when its bucket came. Where every rank runs the script each has to go to the end of the iterator, which is
-        empty on ranks > 0.
+        Each tensor has memory of its own. Tensors are gathered in buckets of at most 256 MiB, or of one tensor. Tied
+        weights are yielded once, by their first name. Requests may run between two tensors, and weights may change: a
+        tensor has the values of the moment at which its bucket was gathered. Where every rank runs the script, each
+        rank has to exhaust the iterator, which is empty on ranks > 0.
 
         Raises:
             RuntimeError: inside of a step, or a `weight_update`, of this engine; a model that its trainer shards.
@@ -815,14 +819,14 @@ class Engine:
                                "there")
 
     def after_step(self, action: Callable[[], None]) -> None:
-        """Do it now, or after the step of this engine that this thread is inside."""
+        """Call ``action`` now or, in a thread that is inside a step of this engine, after that step."""
         if self.is_reentrant():
             self._deferred.append(action)
         else:
             action()
 
     def follow(self) -> None:
-        """Do what rank 0 does until it shuts its engine down; for ranks that run no code of the user.
+        """Carry out the commands of rank 0 until rank 0 shuts its engine down; for ranks that run no code of the user.
 
         Raises:
             EngineClosedError: an earlier step was interrupted.
@@ -834,17 +838,17 @@ class Engine:
                 self._commands.followers.outbox.clear()
 
     def lead(self, waiting: Callable[[], AbstractContextManager], on_break: Callable[[], None]) -> None:
-        """For rank 0, whose other ranks `follow`.
+        """Set what rank 0 does around its communication with ranks that `follow`.
 
         Args:
-            waiting: entered for everything that waits for the other ranks.
-            on_break: called when this rank cannot go on with them (an interrupt, an error in a step).
+            waiting: makes a context that is entered around all code that waits for the other ranks.
+            on_break: called when this rank cannot go on with the other ranks (an interrupt, an error in a step).
         """
         self._commands.around, self._commands.on_break = waiting, on_break
 
     @property
     def is_shut_down(self) -> bool:
-        """Was `shutdown` called? Requests that ran then are about to end without an output, or have."""
+        """Whether `shutdown` was called. Requests that ran then end without an output."""
         return self._is_shut_down
 
     @property
@@ -854,7 +858,7 @@ class Engine:
 
     @property
     def tokenizer(self) -> Any:
-        """What decodes tokens and makes stop strings; another one may be set between calls."""
+        """The tokenizer that decodes tokens and matches stop strings; another one may be set between calls."""
         return self._core.tokenizer
 
     @tokenizer.setter
@@ -863,47 +867,47 @@ class Engine:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model that this is the engine of."""
+        """The model that this engine runs."""
         return self._executor.source
 
     @property
     def kv_reads(self) -> KVReads:
-        """Bytes of keys and values that attention read so far."""
+        """The bytes of keys and values that attention read so far."""
         return self._core.pool.reads
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """Of the present pool, if there is one; for those that hold the engine's lock, as observers do."""
+        """The scheduler of the present pool, or None; for code that holds the engine's lock, as observers do."""
         return self._core.scheduler
 
     @property
     def replica(self) -> Replica | None:
-        """What stands for the model in forwards, if it is sharded by FSDP2."""
+        """The gathered copy of a model sharded by FSDP2, which forwards run; None for other models."""
         return self._executor.replica
 
     def finds_shards(self) -> bool:
-        """Is the model sharded by FSDP2? It may have come to be since it was looked at last."""
+        """Return whether the model is sharded by FSDP2, also if it was sharded since the last check."""
         return self.replica is not None or self._executor.finds_shards()
 
     @contextmanager
     def writing_weights(self) -> Iterator[None]:
-        """Between two steps, of which none runs: for code that writes to the weights that steps read."""
+        """Hold the engine between two steps, for code that writes weights that steps read."""
         with self._held():
             self._core.drain()
             with self._core.changing():
                 yield
 
     def is_reentrant(self) -> bool:
-        """True in the thread that is inside a step, or a `weight_update`, of this engine right now."""
+        """Return whether this thread is inside a step, a command or a `weight_update` of this engine."""
         busy = self._core.stepping_thread, self._commands.busy_thread, self._updating_thread
         return threading.get_ident() in busy
 
     def is_updating(self) -> bool:
-        """True in the thread that is inside a `weight_update` of this engine right now."""
+        """Return whether this thread is inside a `weight_update` of this engine."""
         return self._updating_thread == threading.get_ident()
 
     def check_outside_update(self) -> None:
-        """Raise RuntimeError in a task that is inside a `weight_update`, and would wait for steps that wait for it."""
+        """Raise RuntimeError in a task that is inside a `weight_update`: to await a step there would deadlock."""
         if self._update is not None and self._update in _updates.get():
             raise RuntimeError(f"agenerate or astream was awaited {_IN_UPDATE}")
 
@@ -918,31 +922,31 @@ class Engine:
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def class_reason(self) -> Reason | None:
-        """Why stock has to run every call of this model since its class has code of its own, or None."""
+        """Return the reason why code of the model's own class makes stock run every call, or None."""
         return subclass_reason(self._executor)
 
     def unsupported_reason(self) -> Reason | None:
-        """Why a call made here and now cannot run natively with the model as it is, or None."""
+        """Return the reason why a call of this thread cannot run natively with the model as it is now, or None."""
         return unsupported_reason(self._executor)
 
     def precision_reason(self) -> Reason | None:
-        """Why a call made here and now, which the model can run natively, cannot run beside those that do, or None."""
+        """Return the reason why this thread's call cannot run beside requests of another precision, or None."""
         if not self._core.is_in_use or (autocast := self.autocast_of_call()) == self._executor.autocast:
             return None
         return self._busy_reason(autocast)
 
     def autocast_of_call(self) -> torch.dtype | None:
-        """The dtype to which forwards that are called here and now cast the weights; None: weights are as they are."""
+        """Return the dtype to which autocast of this thread casts weights; None without autocast."""
         return self._executor.autocast_of_call()
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids that the model's embedding takes."""
+        """The number of token ids that the model's embedding takes."""
         return self._executor.vocab_size
 
     @property
     def num_logits(self) -> int:
-        """Number of logits that the model makes of a token: ids in generation options must lie below it."""
+        """The number of logits of a token; ids in generation options must lie below this number."""
         return self._executor.num_logits
 
     @property
@@ -951,22 +955,19 @@ class Engine:
         return self._core.pool.max_model_len
 
     def model_mark(self) -> ModelMark:
-        """What the model computed in the last call, to be told from what it computes later."""
+        """Return a fingerprint of what the model computed when prompts were last received."""
         with self._lock.turn(), self._lock.rlock:
             return self._core.model_mark()
 
     def check_runnable(self) -> None:
-        """Raise UnsupportedModelError where `unsupported_reason` gives one; EngineClosedError after `shutdown`.
-
-        As `check_gathered` besides.
-        """
+        """Raise UnsupportedModelError for `unsupported_reason`, EngineClosedError if closed, or as `check_gathered`."""
         self._check_open()
         if (reason := self.unsupported_reason()) is not None:
             raise UnsupportedModelError(_CANNOT_RUN + reason.with_remedy)
         self.check_gathered()
 
     def check_gathered(self) -> None:
-        """RuntimeError inside of `hf_paged.gathered` where this rank's weights are not those that were gathered."""
+        """Raise RuntimeError inside of `hf_paged.gathered` if this rank's weights changed since they were gathered."""
         replica = self.replica
         if replica is not None and replica.is_readable and replica.is_pinned and replica.is_stale():
             raise RuntimeError("the weights of the sharded model changed inside of hf_paged.gathered(model), or their "
@@ -977,7 +978,7 @@ class Engine:
             raise EngineClosedError(_CLOSED)
 
     def check_prompt(self, prompt_token_ids: Any) -> list[int]:
-        """A prompt that can run, as a list of ints, or ValueError / TypeError naming what is wrong with it."""
+        """Return the prompt as a list of ints, or raise a ValueError or TypeError that says why it cannot run."""
         prompt = token_ids(prompt_token_ids, self._executor.vocab_size)
         if (reason := self.too_long(len(prompt), 1)) is not None:
             limit = self.room(0) - 1
@@ -985,14 +986,14 @@ class Engine:
         return prompt
 
     def check_prompts(self, prompts: list[Any]) -> list[list[int]]:
-        """`check_prompt` of every prompt."""
+        """Return the result of `check_prompt` for each prompt."""
         checked = token_id_lists(prompts, self._executor.vocab_size)
         if checked and self.too_long(max(map(len, checked)), 1) is None:
             return checked
         return [self.check_prompt(prompt) for prompt in prompts]
 
     def check_made(self, prompt: list[int], made: PreviousOutput, settings: RequestSettings) -> PreviousOutput:
-        """Output of before that a checked prompt can go on from, or ValueError / TypeError naming what is wrong."""
+        """Return an earlier output that a checked prompt can continue, or raise a ValueError or TypeError."""
         made = made.checked(self._executor.vocab_size, settings.max_new_tokens, settings.logprobs)
         count = len(made.token_ids)
         if count and (reason := self.too_long(len(prompt) + count - 1, 1)) is not None:
@@ -1008,18 +1009,18 @@ class Engine:
         return made
 
     def check_structured(self, structured: Any) -> Structured | None:
-        """A form of outputs of which a grammar can be made, or an error as `add_request` raises it."""
+        """Return a form of outputs that compiles to a grammar, or raise the error of `add_request`."""
         read = read_structured(structured)
         if read is not None:
             self.grammar_of(read)
         return read
 
     def grammar_of(self, structured: Structured, tokenizer: Any = None) -> XGrammar:
-        """The grammar of a form, for this tokenizer (None: the engine's); raises what `Grammars.compile` raises."""
+        """Return the grammar of a form for a tokenizer, by default the engine's; raises as `Grammars.compile`."""
         return self._core.grammars.compile(structured, self._tokenizer_of_grammars(tokenizer))
 
     def begin_grammar(self, structured: Structured, tokenizer: Any = None) -> Future[XGrammar]:
-        """`grammar_of` for callers that do something else meanwhile; see `Grammars.begin`."""
+        """Start to compile `grammar_of`, and return its future; see `Grammars.begin`."""
         tokenizer = self._tokenizer_of_grammars(tokenizer)
         if tokenizer is None:
             raise ValueError(NO_TOKENIZER)
@@ -1033,7 +1034,7 @@ class Engine:
         return own if given is None else given
 
     def check_adapter(self, adapter_name: Any) -> str:
-        """The name of an adapter that requests can run with now, or ValueError / TypeError naming what is wrong."""
+        """Return the name of an adapter that requests can use, or raise a ValueError or TypeError with the cause."""
         if not isinstance(adapter_name, str):
             raise TypeError(f"adapter_name={adapter_name!r:.200}: expected None or a str")
         name = str.__str__(adapter_name)
@@ -1043,11 +1044,11 @@ class Engine:
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """The LoRA adapters that the model has now, sorted."""
+        """The names of the LoRA adapters that the model has now, sorted."""
         return self._executor.adapter_names
 
     def adapters_of_rows(self, num_rows: int) -> list[str | None] | Reason:
-        """What each row of a forward of the model has to go through here and now, by PEFT's hooks (`adapter_names`)."""
+        """Return the adapter or None of each row under PEFT's `adapter_names`, or the reason why rows cannot run so."""
         names = self._executor.adapters_in_force()
         if names is None:
             return [None] * num_rows
@@ -1060,11 +1061,12 @@ class Engine:
         return next(filter(None, reasons), None) or list(names)
 
     def too_long(self, prompt_length: int, max_new_tokens: int) -> Reason | None:
-        """Why a sequence of this length can never run here, or None. The pool need not be there for it.
+        """Return the reason why a sequence of this length can never run on this engine, or None.
 
-        One that was sized by a warm-up pass, or together with other ranks, is built for the answer.
+        A pool whose size a warm-up pass or the other ranks decide (`owns_device`, several ranks) is built for the
+        answer; any other pool need not exist.
         """
-        if self.owns_device and self._core.scheduler is not None:  # its size is settled: no step is waited for
+        if self.owns_device and self._core.scheduler is not None:  # the size is fixed: do not wait for a step's lock
             return self._too_long_in(self._core.pool, prompt_length, max_new_tokens)
         with self._lock.turn(), self._lock.rlock:
             pool = self._pool() if self.owns_device or self.group.is_parallel else self._core.pool
@@ -1081,7 +1083,7 @@ class Engine:
             return Reason("{} tokens with {} new ones, and max_model_len is {}", length, max_new_tokens,
                           pool.max_model_len,
                           remedy="Raise `PagedConfig.max_model_len`, or ask for fewer tokens.")
-        # The last token's keys and values are never needed.
+        # One token less, whose keys and values no step reads: a pool that just fits must not be refused.
         blocks = -(-(length - 1) // self.config.block_size)
         if blocks > (most := pool.most_blocks - 1):
             return Reason("{} blocks are needed, and the KV pool holds {}", blocks, most,
@@ -1089,13 +1091,12 @@ class Engine:
         return None
 
     def longest(self, length: int) -> float:
-        """Tokens that a sequence may have; infinite where the model is made for one of this length, and stock alone
-        computes it: its frequencies depend on the longest row of a batch."""
+        """Return the most tokens of a sequence; infinite if RoPE changes at this length, since stock goes beyond it."""
         changes = self._executor.max_length(length + 1) <= length
         return math.inf if changes else self._core.pool.max_model_len
 
     def room(self, prompt_length: int) -> int:
-        """The most new tokens that `too_long` allows after a prompt of this length; below 1 where it has no room."""
+        """Return the most new tokens that `too_long` allows after a prompt of this length; below 1 if none fits."""
         with self._lock.turn(), self._lock.rlock:
             pool = self._pool()
             return min(pool.max_model_len, (pool.max_blocks - 1) * self.config.block_size + 1) - prompt_length
@@ -1103,15 +1104,15 @@ class Engine:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def start_over_in_child(self) -> None:
-        """In the child of a fork: begin with an empty cache, and with no request but those of the thread that forked.
+        """Start over in the child of a fork, with an empty cache and only the requests of the thread that forked.
 
-        A step that this thread is inside of is carried on first.
+        Inside of a step of this thread, the step is finished first.
         """
         if not self._executor.has_source:  # the model is gone, and no call can be made
             return
         self._core.grammars.forget_open()
         if self.group.is_parallel:
-            self._commands.over = _FORKED  # the other ranks' connections are the parent's
+            self._commands.over = _FORKED  # the connections to the other ranks belong to the parent
         if self.is_reentrant():
             self._deferred.append(self._forget_other_threads)
         else:
@@ -1119,7 +1120,7 @@ class Engine:
             self._forget_other_threads()
 
     def _forget_other_threads(self) -> None:
-        """After a fork: no thread waits for their tokens, and one of them may have been in the middle of a change."""
+        """Drop the requests of threads that the fork did not copy, and recover from a step that one of them ran."""
         self._core.dirty = not self.group.is_parallel
         unfinished = [*self._core.requests.values(), *self._commands.expected.values()]
         for request in [request for request in unfinished if request.thread != threading.get_ident()]:
@@ -1130,10 +1131,10 @@ class Engine:
         self._core.note_use()
 
     def stop_rule(self, settings: RequestSettings, prompt: list[int]) -> StopRule | None:
-        """What watches a request for the stop strings and the time of its settings; None: nothing to watch.
+        """Return the rule for the stop strings and the time limit of a request; None if its settings have neither.
 
         Raises:
-            ValueError: stop strings without a tokenizer, or ones that its vocabulary cannot make.
+            ValueError: stop strings without a tokenizer, or stop strings that its vocabulary cannot produce.
         """
         if not settings.stop_strings and settings.max_time is None:
             return None
@@ -1148,7 +1149,7 @@ class Engine:
         return StopRule(strings, deadline_after(settings.max_time), prompt)
 
     def _unused_id(self, request_id: str | None) -> str:
-        """`request_id`, or one that is made; ValueError where it is in use."""
+        """Return ``request_id``, or a new id for None; raises ValueError if the id is in use."""
         if request_id is None:
             return next(made for i in self._ids if not self._is_in_use(made := f"request-{i}"))
         if self._is_in_use(request_id):
@@ -1164,12 +1165,12 @@ class Engine:
         return self._core.pool
 
     def _busy_reason(self, autocast: torch.dtype | None) -> Reason:
-        """Why a call under this autocast has to wait, or to go elsewhere."""
+        """Return the reason why a call under this autocast cannot run beside the running ones."""
         return Reason("other calls run {} at the same time, and this one {}", _under(self._executor.autocast),
                       _under(autocast), remedy=BUSY_PRECISION)
 
     def _look_for_arrivals(self) -> None:
-        """End requests of `add_request` that the model, which may have changed since, cannot run any more."""
+        """End new requests of `add_request` that a model changed since then cannot run natively."""
         arrived, self._arrived, self._has_looked = self._arrived, [], False
         if not arrived or self.group.is_parallel:
             return
@@ -1188,7 +1189,7 @@ class Engine:
                 self._run_deferred()
 
     def _run_deferred(self) -> None:
-        """What waited for the end of a step, or of whatever else may have ended requests."""
+        """Run the actions that waited for the end of a step, and note whether the engine is still in use."""
         try:
             while self._deferred:
                 self._deferred.pop()()
@@ -1196,11 +1197,11 @@ class Engine:
             self._core.note_use()
 
     def _uninterrupted(self) -> AbstractContextManager[None]:
-        """In here no Ctrl-C leaves this rank at another step than the others."""
+        """Return a context in which Ctrl-C is held back for a sharded model, so that no rank is left a step behind."""
         return interrupts.held_back() if self.group.is_parallel else nullcontext()
 
     def close_session(self, session: Session) -> None:
-        """End what is still running in a session."""
+        """End the unfinished requests of a session."""
         with self._uninterrupted(), self._lock.turn(), self._lock.rlock:
             try:
                 self._close_session(session)
@@ -1209,10 +1210,10 @@ class Engine:
                     self._run_deferred()
 
     def _close_session(self, session: Session) -> None:
-        # A call that died before its first request was taken in may have left half of it in the scheduler.
+        # An interrupt in `add` may have left a request half in the scheduler and no session: `dirty` is checked, too.
         if not session.open and (self.group.is_parallel or not self._core.dirty):
             return
-        if self.is_reentrant():  # an abandoned stream is garbage-collected in the middle of a step
+        if self.is_reentrant():  # garbage collection closes an abandoned stream in the middle of a step
             self._deferred.append(lambda: self.close_session(session))
             return
         if self.group.is_parallel:

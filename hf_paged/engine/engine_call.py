@@ -1,4 +1,4 @@
-"""Requests that an `EngineThread` runs for one caller, and where their outputs go."""
+"""Requests that an `EngineThread` runs for one caller, and the sink of their outputs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class EngineCall:
         self.num_open = 0
 
     def take(self, outputs: list[StepOutput]) -> None:
-        """Hand over what a step brought, at least one output."""
+        """Hand over the outputs of a step, at least one."""
         raise NotImplementedError
 
     def fail(self, error: BaseException | None) -> None:
-        """Say that all open requests have ended without an output, by this error; None: the engine was closed."""
+        """Report that all open requests ended without an output, by this error or (None) as the engine was closed."""
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Ask for the end of all open requests, since the thread is to end; those that then are open fail."""
+        """End the open requests, since the thread is about to end; requests that stay open fail."""

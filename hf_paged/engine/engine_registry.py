@@ -1,4 +1,4 @@
-"""All engines of the process, for those who watch whatever runs: the engines that are there, and those to come."""
+"""Registry of the engines of the process, for observers of all engines, present and future."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_paged.engine.observer import Observer
 from hf_paged.models import paged_calls
 from hf_paged.process_lock import ProcessLock
 
-Maker = Callable[[Any], Observer]  # of an engine
+Maker = Callable[[Any], Observer]  # makes the observer of an engine
 
 _lock = ProcessLock()  # held for a moment only: never while an engine's lock is waited for
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -21,14 +21,14 @@ _makers: list[Maker] = []
 
 
 def register(engine: Any) -> None:
-    """An engine was made: whoever watches all of them watches it."""
+    """Register a new engine, and add an observer of each maker to it."""
     with _lock.rlock:
         _engines.add(engine)
         makers = list(_makers)
     for make in makers:
         observer = make(engine)
         engine.watch(observer)
-        if not _is_watching(make):  # it has ended meanwhile, perhaps without having seen this engine
+        if not _is_watching(make):  # `unwatch_all` came in between, and its caller may not know this observer
             engine.unwatch(observer)
 
 
@@ -42,7 +42,7 @@ def watch_all(make: Maker) -> None:
 
 
 def unwatch_all(make: Maker) -> None:
-    """Make no more of these observers; those that were made are unwatched by who made them."""
+    """Make no more observers by ``make``; its caller removes the observers that were made from their engines."""
     with _lock.rlock:
         _makers[:] = [one for one in _makers if one is not make]
 
@@ -53,7 +53,7 @@ def _is_watching(make: Maker) -> bool:
 
 
 def _start_over_in_child() -> None:
-    """Leave to the parent what is the parent's, in all engines and in what they share."""
+    """Drop threads, processes and requests of the parent, in all engines and in the state that engines share."""
     _makers.clear()
     paged_calls.forget_other_threads()
     COMPILERS.leave_to_parent()

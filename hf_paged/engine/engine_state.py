@@ -1,4 +1,4 @@
-"""What an engine's loop holds between two steps: its requests, scheduler and pool, and how it gets back into order."""
+"""The state of an engine's loop between two steps (requests, scheduler, pool), and its recovery after an interrupt."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState:
-    """Requests, scheduler and device pool of one engine, and what happens to them between steps and after an interrupt.
+    """Requests, scheduler and device pool of one engine, with their changes between steps and after an interrupt.
 
     Not thread-safe: the engine holds its lock around every call.
 
     Attributes:
-        requests: the unfinished ones by their ids.
-        batches: rows of callers who pick their tokens themselves.
-        dirty: scheduler or runner may be half-way through a change: an interrupt leaves it set.
-        weights_in_doubt: from where a caller writes to the weights to the end of `weights_written`.
-        control_flag: of a sharded model: a committed step announced commands of rank 0.
-        failed_here: requests of a sharded model that fail on this rank alone.
-        totals: counters; those that a scheduler counts hold what schedulers that are gone had counted.
+        requests: the unfinished requests by id.
+        batches: the open lockstep calls, whose callers pick their tokens themselves.
+        dirty: the scheduler or the runner may be in the middle of a change; stays set after an interrupt.
+        weights_in_doubt: a caller may have written the weights; set from then on until the end of `weights_written`.
+        control_flag: (sharded models) a committed step announced commands of rank 0.
+        failed_here: (sharded models) ids of requests that failed on this rank alone.
+        totals: counters; for values that the scheduler counts, the sums of earlier schedulers.
     """
 
     def __init__(self, executor: ModelExecutor, config: PagedConfig, tokenizer: Any, *, owns_device: bool) -> None:
@@ -65,7 +65,7 @@ class EngineState:
         self._config = config
         self.tokenizer = tokenizer
         self.pool = DevicePool(executor, config, owns_device=owns_device)
-        core = weakref.proxy(self)  # of what the engine holds, nothing holds the engine
+        core = weakref.proxy(self)  # weak: no cycle may keep an engine, and its device memory, alive
         self._guard = WeightsGuard(executor, lambda version: core.features.weights_changed(version))
         self.grammars = Grammars(executor.num_logits, config)
         is_parallel = executor.group.is_parallel
@@ -82,7 +82,7 @@ class EngineState:
         ), lambda request, error: core._fail(request, error), lambda request, reason: core.end(request, reason))
         self.make_request = RequestMaker(executor, config, self.pool, self.features).make
         self.scheduler: Scheduler | None = None
-        self._resting: tuple[ModelRunner, Scheduler] | None = None  # of a pool that was released
+        self._resting: tuple[ModelRunner, Scheduler] | None = None  # of a released pool, to be used again
         self._table = RequestTable(self.features)
         self.requests = self._table.by_id
         self.observers = Observers()
@@ -96,34 +96,34 @@ class EngineState:
         self.stepping_thread: int | None = None
         self.control_flag = False
         self.failed_here: list[str] = []
-        self._pending: PendingMasks | None = None  # of the step in flight, whose tokens are not drawn yet
-        self._masking: StepFeature | None = None  # the one that makes masks of the step launched last
-        self._waited: tuple[float, float] | None = None  # for the step in flight: from when to when
-        self._committing: tuple[StepPlan, np.ndarray] | None = None  # and the rows whose tokens were taken
-        self._state_key = b""  # of the model, when the runner was prepared
+        self._pending: PendingMasks | None = None  # masks of the step in flight, which has not sampled yet
+        self._masking: StepFeature | None = None  # the feature that makes the masks of the step launched last
+        self._waited: tuple[float, float] | None = None  # when the wait for the step in flight began and ended
+        self._committing: tuple[StepPlan, np.ndarray] | None = None  # the plan, and the rows whose tokens were accepted
+        self._state_key = b""  # state key of the model for which the runner was prepared
         self.totals = dict.fromkeys(
             ("preemptions", "generated", "prefill", "steps", "queries", "hits", "drafts", "accepted drafts"), 0
         )
 
     def commit_in_flight(self) -> bool:
-        """Wait for the step in flight and commit it; False if there was none."""
+        """Wait for the step in flight and commit it; returns False if there was none."""
         raise NotImplementedError
 
     @property
     def owes_requests(self) -> bool:
-        """Have rows of calls in lockstep to wait until requests had steps of their own?"""
+        """Whether rows of lockstep calls have to wait, since requests are owed steps without them."""
         return bool(self.requests) and not self._joining.may_join()
 
     def end_orphans(self) -> None:
-        """As of `JoiningRows`."""
+        """Call `JoiningRows.end_orphans`."""
         self._joining.end_orphans()
 
     def free_blocks_for(self, asking: LockstepBatch | None) -> BlockShortage:
-        """As of `JoiningRows`."""
+        """Call `JoiningRows.free_blocks_for`."""
         return self._joining.free_blocks_for(asking)
 
     def count_batch(self) -> int:
-        """A number above those given out before."""
+        """Return a number above all earlier ones."""
         return next(self._batch_numbers)
 
     def add(self, request: Request) -> None:
@@ -142,9 +142,9 @@ class EngineState:
         self.dirty = False
 
     def _resumed_end(self, request: Request) -> str | None:
-        """Why a request that goes on from output of before is over already, if so."""
+        """Return the finish reason of a request whose earlier output is complete already, else None."""
         assert request.made is not None
-        if not request.sequence.max_new_tokens:  # it has no output, and its prompt is to be scored
+        if not request.sequence.max_new_tokens:  # the prompt is to be scored, and there is no output
             return None
         try:
             ends = self.features.start_over(request, request.made.token_ids)
@@ -156,23 +156,23 @@ class EngineState:
 
     @property
     def is_in_use(self) -> bool:
-        """Do requests run, or rows of calls that pick their tokens themselves?"""
+        """Whether there are unfinished requests or open lockstep calls."""
         return bool(self.requests or (self.batches and any(not batch.is_orphan for batch in self.batches)))
 
     def note_use(self) -> None:
-        """Requests or rows may have come or gone: what belongs to the process as a whole follows."""
+        """Update the hold on the process's frozen heap, after requests or lockstep calls may have come or ended."""
         self._heap_hold.note(self.is_in_use)
 
     @property
     def is_idle(self) -> bool:
-        """No request, and nothing in flight."""
+        """Whether there is no unfinished request and no step in flight."""
         return not self.requests and self._in_flight is None
 
     def end(self, request: Request, reason: str, error: str | None = None) -> None:
-        """End a request, wherever it is, and hand out its completion; one that has ended stays as it was.
+        """End a waiting or running request, and hand out its completion; does nothing for a request that has ended.
 
-        No other code makes completions. Tokens that are in flight are dropped, and the blocks of such a request are
-        free once the step is committed (see `drain`).
+        No other code makes completions. Tokens in flight are dropped; the request's blocks are freed when the step in
+        flight is committed (see `drain`).
         """
         if request not in self._table:
             return
@@ -189,10 +189,10 @@ class EngineState:
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
-        """For what has to happen as a whole: after an interrupt in here, the next entry recovers.
+        """Mark the block as one change: after an interrupt inside it, the next entry recovers.
 
-        Code of the user (a tokenizer, what garbage collection runs) that comes back to the engine from in here is
-        treated as inside of a step.
+        Code of the user that runs in the block (a tokenizer, finalizers) and calls the engine counts as inside of a
+        step.
         """
         was_dirty, outer = self.dirty, self.stepping_thread
         self.dirty, self.stepping_thread = True, threading.get_ident()
@@ -210,29 +210,29 @@ class EngineState:
             return failed_output(request.sequence, request.num_emitted, message)
 
     def drop(self, request: Request) -> None:
-        """Take a request out without a completion: its caller is gone, or has the completion already."""
+        """Remove a request without a completion: no caller waits for it, or the completion was handed out."""
         self._table.remove(request)
 
     def refuse(self, request: Request, error: str) -> None:
-        """End a request that came and cannot run."""
+        """End a new request that cannot run, with an error."""
         self.drain()
         self.end(request, "error", error)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """End a request with what was raised in its own part of a step."""
+        """End a request with an exception that was raised in the work for it alone."""
         if request.error is not None:
-            return  # of a sharded model, and on its way to the other ranks already
+            return  # the failure of a sharded model's request is being sent to the other ranks already
         logger.warning("hf_paged: request %s ends: %r", request.request_id, error, exc_info=error)
         request.error = f"this request failed: {error!r}"
         kept = request.sequence.num_output_tokens - self._num_taken(request.sequence)
         request.num_kept = max(kept, request.num_emitted)
-        if self._executor.group.is_parallel:  # to be ended on every rank
+        if self._executor.group.is_parallel:  # rank 0 ends it on every rank, so that their schedulers agree
             self.failed_here.append(request.request_id)
         else:
             self.end(request, "error")
 
     def _num_taken(self, sequence: Sequence) -> int:
-        """Tokens that the commit under way has given to a sequence."""
+        """Return the number of tokens that the commit under way has appended to a sequence."""
         if self._committing is None:
             return 0
         plan, rows = self._committing
@@ -240,7 +240,7 @@ class EngineState:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """For code that runs the device beside `step`: an exception in here makes the next entry start afresh."""
+        """Run device code outside of `step`; after an exception in the block, the next entry starts over."""
         self.dirty = True
         with self._at_work():
             yield
@@ -248,29 +248,29 @@ class EngineState:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """The state that a step runs in, outside of one."""
+        """Set the global state of torch that a step runs in (`ambient`), for code outside of a step."""
         with torch.inference_mode(False), torch.no_grad(), ambient(self._executor.kv_spec().device):
             yield
 
     @property
     def model(self) -> Any:
-        """Whose modules the steps run."""
+        """The model whose modules the steps run."""
         return self._executor.model
 
     @property
     def device(self) -> torch.device:
-        """The model's."""
+        """The model's device."""
         return self._executor.kv_spec().device
 
     @property
     def runner(self) -> ModelRunner:
-        """What runs steps, once there is a pool."""
+        """The runner of steps; there must be a pool."""
         assert self.pool.runner is not None
         return self.pool.runner
 
     @property
     def weights_version(self) -> int:
-        """Goes up whenever the weights, active adapters or constants were found to be others than before."""
+        """A number that goes up whenever a change of weights, active adapters or constants was found."""
         return self._guard.version
 
     def scheduler_or_build(self) -> Scheduler:
@@ -279,7 +279,7 @@ class EngineState:
                 runner = self.pool.build()
             resting, self._resting = self._resting, None
             if resting is not None and resting[0] is runner and resting[1].num_blocks == runner.cache.num_blocks:
-                self.scheduler = resting[1]  # to make a hundred thousand blocks takes longer than to map them
+                self.scheduler = resting[1]  # reused: making a hundred thousand block objects takes longer than mapping
             else:
                 self.scheduler = self._new_scheduler(runner.cache.num_blocks)
         return self.scheduler
@@ -290,12 +290,12 @@ class EngineState:
             max_num_batched_tokens=self._config.max_num_batched_tokens, max_model_len=self.pool.max_model_len,
             enable_prefix_caching=self._config.enable_prefix_caching, group_prefixes=self._config.group_prefixes,
         )
-        core = weakref.proxy(self)  # which holds the scheduler
+        core = weakref.proxy(self)  # weak: this object holds the scheduler
         return Scheduler(config, on_shortage=self.pool.grow, on_few_slots=self.runner.grow_slots,
                          on_stuck=lambda: core.free_blocks_for(None) is not BlockShortage.NONE)
 
     def abandon(self) -> None:
-        """Give everything up where it stands: of a sharded model whose other ranks are not asked any more."""
+        """Drop all requests and the pool at once, for a sharded model that communicates with no other rank any more."""
         self._table.clear()
         self._in_flight, self._pending, self.dirty = None, None, False
         self._tell_of_new_start()
@@ -303,13 +303,13 @@ class EngineState:
         self.drop_pool()
 
     def drop_pool(self) -> None:
-        """Everything on the device goes."""
+        """Free everything that the engine has on the device."""
         self._forget_pool()
         self._guard.release()
         self.pool.drop()
 
     def release_pool(self) -> None:
-        """The pool's memory goes; its addresses and the graphs stay where that can be (see `DevicePool.release`)."""
+        """Free the pool's memory, and keep its addresses and the graphs if possible (see `DevicePool.release`)."""
         runner, scheduler = self.pool.runner, self.scheduler
         self._forget_pool()
         self.pool.release()
@@ -330,12 +330,12 @@ class EngineState:
             totals["preemptions"] += self.scheduler.num_preemptions
             totals["queries"] += manager.prefix_cache_queries
             totals["hits"] += manager.prefix_cache_hits
-            self.totals, self.scheduler = totals, None  # together: an interrupt has nothing counted twice
+            self.totals, self.scheduler = totals, None  # together: an interrupt in between would count twice
 
     def recover_if_dirty(self) -> None:
-        """After an interrupt at an unknown point: a fresh scheduler over the same pool, unfinished requests anew.
+        """Recover from an interrupt at an unknown point: make a new scheduler over the pool and queue requests again.
 
-        Requests of other callers go on behind the tokens that these were given, or from their beginning.
+        Requests continue behind the tokens that were handed out to their callers.
         """
         if not self.dirty:
             return
@@ -347,7 +347,7 @@ class EngineState:
         self._joining.lose()
         self._retire_scheduler()
         self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.num_blocks else None
-        for request in list(self.requests.values()):  # one may have been half added, or half ended
+        for request in list(self.requests.values()):  # the interrupt may have come while one was added or ended
             if (last := request.session.last_of(request)) is not None:
                 request.num_emitted = last[1]
             if (last is not None and last[0].completion is not None) or not request.is_open:
@@ -366,22 +366,22 @@ class EngineState:
     def _start_again(self, request: Request) -> None:
         made = request.sequence.output_token_ids[: request.num_emitted]
         try:
-            self.features.start_over(request, made)  # where it raises, the output is still there
+            self.features.start_over(request, made)  # first: if it raises, the completion still has the whole output
             request.restart(made)
-        except Exception as error:  # the scheduler does not know it any more
+        except Exception as error:  # ended here: the new scheduler would never end it
             self.end(request, "error", f"this request failed: {error!r}")
         else:
             self.scheduler_or_build().add(request.sequence)
 
     def restart_over_a_new_pool(self) -> None:
-        """The model went to another dtype or device under running requests: as after an interrupt."""
+        """Start over as after an interrupt, since the model has another dtype or device than the pool."""
         self._in_flight = self._pending = None
         self.drop_pool()
         self.dirty = True
         self.recover_if_dirty()
 
     def drain(self) -> None:
-        """Commit what is in flight, so that blocks can be freed."""
+        """Commit the step in flight, so that blocks can be freed."""
         self.recover_if_dirty()
         if self._in_flight is not None:
             self.dirty = True
@@ -389,19 +389,20 @@ class EngineState:
             self.dirty = False
 
     def follow_stream(self) -> None:
-        """Work that this thread enqueues from now on runs behind the last step, and the next step behind it."""
+        """Order this thread's CUDA stream: its next work runs behind the last step, and the next step behind that work.
+        """
         if self.pool.runner is not None:
             self.pool.runner.follow_stream()
 
 
 @contextmanager
 def ambient(device: torch.device) -> Iterator[None]:
-    """The state the engine runs in, whatever its caller's: the model's GPU current, autocast, default device and
-    collectors of outputs off.
+    """Set the global state that the engine needs, whatever the caller's is: the model's GPU current; autocast, default
+    device and collectors of outputs off.
 
-    No tensor of ours depends on the default dtype, which all threads share, so that it cannot be set here.
+    The default dtype is not set, since all threads share it; no tensor of the engine depends on it.
     """
-    # A default device costs every call of torch some microseconds, so it is only set against one of the caller's.
+    # A default device costs each call of torch some microseconds: set one only to override the caller's.
     has_default = torch.utils._device.CURRENT_DEVICE is not None
     default = torch.device(device) if has_default else nullcontext()
     casts = torch.is_autocast_enabled(device.type)

@@ -1,4 +1,4 @@
-"""A lock for which threads wait in order of arrival, so that threads that step the engine in a loop let others in."""
+"""A lock for which threads wait in order of arrival, so that a thread that steps the engine in a loop starves none."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from types import TracebackType
 
 from hf_paged.process_lock import ProcessLock
 
-# Seconds for which a loop lets others go first at most, and between its looks at whether they have.
+# The most seconds that a loop waits for earlier turns, and the seconds between its checks of them.
 _PATIENCE, _NAP = 0.01, 50e-6
 
 
 class FairLock(ProcessLock):
-    """A `ProcessLock` and the turns of the threads that wait for it.
+    """A `ProcessLock` with turns for the threads that wait for it.
 
         with lock.turn(after_others=True) as turn, lock.rlock:
             turn.leave()
 
-    An RLock alone goes to the loop that has just released it: the threads that wait are not awake yet. It is taken in a
-    `with` of its own, which no exception can come into: a lock that was taken or released in Python would now and then
-    stay locked after a Ctrl-C. A turn that is left behind (Ctrl-C, a fork) costs one loop its patience, once.
+    An RLock alone is taken again by the loop that has just released it, before a waiting thread wakes up. The RLock has
+    a `with` item of its own, whose C code no exception interrupts: a lock that Python code takes or releases would
+    sometimes stay locked after a Ctrl-C. A turn that is never left (Ctrl-C, a fork) delays one loop once, by _PATIENCE.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,8 @@ class FairLock(ProcessLock):
         self._waiting: list[Turn] = []
 
     def turn(self, *, after_others: bool = False) -> Turn:
-        """A context: waits from its start to `leave` or its end. `after_others`: starts when earlier ones have left."""
+        """Return a context that counts as waiting until `leave` or its end; with `after_others` it begins after
+        earlier turns have left."""
         return Turn(self._waiting, after_others)
 
 
@@ -50,8 +51,8 @@ class Turn:
         return self
 
     def leave(self) -> None:
-        """Called once the lock is held, so that the next turn may start; a second call does nothing."""
-        with suppress(ValueError):  # a loop out of patience was first
+        """End the turn, once the lock is held, so that the next turn may begin; a second call does nothing."""
+        with suppress(ValueError):  # a loop whose _PATIENCE was over has removed the turn
             self._waiting.remove(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

@@ -1,4 +1,4 @@
-"""The job of the ranks that `PagedGenerator.from_pretrained` starts: load a share, and do what rank 0 does."""
+"""The job of the ranks that `PagedGenerator.from_pretrained` starts: load a shard, and follow rank 0's commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_paged.parallel.group import ParallelGroup, check_world, join
 from hf_paged.parallel.launch import Workers, is_leading, launch
 from hf_paged.parallel.worker import meanwhile
 
-# What imports transformers is imported where it is used: a worker begins to meet the others before those seconds.
+# Modules that import transformers, which takes seconds, are imported late: a worker connects to the others first.
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Follower:
     files: dict[str, Any] = field(default_factory=dict)
 
     def run(self, rank: int, size: int, store: Any) -> None:
-        """Until rank 0 shuts its engine down."""
+        """Load this rank's shard, and follow rank 0 until it shuts its engine down."""
         group = ParallelGroup(rank, size, driven=True)
         device = rank_device(self.device_type, rank)
         with meanwhile(lambda: group.meet(rank_device(self.device_type, rank), store)):
@@ -39,13 +39,13 @@ class Follower:
             from hf_paged.parallel.loading import load
 
             model = load(self.path, group, dtype=self.dtype, device=device, files=self.files)
-        gc.freeze()  # modules and model stay, and need not be looked through again
+        gc.freeze()  # modules and model live until the end: later collections need not scan them
         gc.enable()
         Engine(model, self.config, owns_device=True).follow()
 
 
 def rank_device(device_type: str, rank: int) -> torch.device:
-    """The device of a rank on its host; made current in this thread where it is a GPU."""
+    """Return the device of a rank on its host; a GPU is made current in this thread."""
     if device_type != "cuda":
         return torch.device(device_type)
     torch.cuda.set_device(rank)
@@ -55,15 +55,16 @@ def rank_device(device_type: str, rank: int) -> torch.device:
 @contextmanager
 def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.dtype, device: torch.device,
                   config: PagedConfig, files: dict[str, Any] | None = None) -> Iterator[tuple[Any, Workers | None]]:
-    """This rank's model, and the processes of the other ranks where they had to be started; an error ends them.
+    """Yield this rank's model, and the processes of the other ranks or None if torchrun started them. An exception in
+    the block ends the processes.
 
-    The others may still be loading in the body; all ranks have met when the context is left.
+    Inside the block other ranks may still be loading; all ranks have met when the block is left.
 
     Args:
         path_or_id, dtype, config: as for `PagedGenerator.from_pretrained`.
         size: number of ranks, at least 2.
         files: arguments of transformers' `from_pretrained` that say where files are found.
-        device: its type counts; ranks take the devices 0 to size - 1 of their host, or torchrun's LOCAL_RANK.
+        device: the device type; ranks use the devices 0 to size - 1 of their host, or torchrun's LOCAL_RANK.
 
     Raises:
         ValueError: another number of processes or fewer devices than `size`, or a device of another kind or index.
@@ -82,7 +83,7 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
         own = rank_device(device.type, 0)
         with workers.meeting(own) as group:
             model = load(str(path_or_id), group, dtype=dtype, device=own, check=workers.check, files=files)
-            with group.alone(workers.check):  # the others, which import for seconds more, will find compiled kernels
+            with group.alone(workers.check):  # compile while the others still import: they find compiled kernels
                 rehearse(model, config)
             yield model, workers
     except BaseException:
@@ -92,7 +93,7 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
 
 def _load_here(path_or_id: str | os.PathLike, size: int, dtype: str | torch.dtype, device: torch.device,
                files: dict[str, Any]) -> Any:
-    """Every rank runs this script."""
+    """Load this rank's model where every rank runs this script."""
     from hf_paged.parallel.loading import load
 
     check_world(size)  # before this rank's GPU is made current

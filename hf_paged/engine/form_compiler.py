@@ -1,4 +1,4 @@
-"""What xgrammar makes of a form of outputs, in this process, and whether any output has the form.
+"""Compilation of a form of outputs by xgrammar in this process, with a check that some output has the form.
 
 Imports neither torch nor transformers: a process that only compiles starts without them.
 """
@@ -10,22 +10,22 @@ from typing import Any
 
 from hf_paged.options.structured import STRUCTURAL_TAG, Structured, choices_as_grammar
 
-STACK_BYTES = 4 << 20  # that a compilation may use; what compiles a form once more has twice as much
+STACK_BYTES = 4 << 20  # stack of a compilation; a thread that compiles an accepted form again has twice as much
 # Types of expressions in xgrammar's serialized grammars of this layout.
 _LAYOUT = "v16"
 _RULE, _SEQUENCE, _CHOICES, _REPEAT = 4, 5, 6, 8
 
 
 def compile_form(xgrammar: Any, compiler: Any, structured: Structured) -> Any:
-    """An `xgrammar.CompiledGrammar`.
+    """Return the `xgrammar.CompiledGrammar` of a form.
 
     Args:
         xgrammar: the package.
-        compiler: its `GrammarCompiler` for the vocabulary.
+        compiler: the package's `GrammarCompiler` for the vocabulary.
 
     Raises:
-        ValueError: no text at all has the form.
-        RuntimeError, UnicodeEncodeError: of xgrammar, which cannot make a grammar of the form.
+        ValueError: no text has the form.
+        RuntimeError, UnicodeEncodeError: xgrammar cannot make a grammar of the form.
     """
     kind, text, any_whitespace = structured
     if kind == "json_schema":
@@ -43,7 +43,7 @@ def compile_form(xgrammar: Any, compiler: Any, structured: Structured) -> Any:
 
 
 def said(error: BaseException) -> str:
-    """A message of xgrammar without its time and place in its C++."""
+    """Return an error message of xgrammar without its time and its place in the C++ source."""
     text = " ".join(str(error).split())
     return text.partition(".cc:")[2].partition(": ")[2] or text or type(error).__name__
 
@@ -54,17 +54,17 @@ def _check_has_text(grammar: Any) -> None:
 
 
 def has_text(serialized: str) -> bool:
-    """Does a grammar that xgrammar has serialized produce any finite text?
+    """Return whether a grammar that xgrammar has serialized produces any finite text.
 
-    A rule does if one of its choices needs only rules that do. A grammar of another layout, or with expressions of
-    other types than above, counts as one that does.
+    A rule produces one if one of its choices needs only rules that do. True for a grammar of another layout, and an
+    expression of another type than above counts as producing a text.
     """
     try:
         made = json.loads(serialized)
         if made["__VERSION__"] != _LAYOUT:
             return True
         data, bodies = made["grammar_expr_data"], [rule[1] for rule in made["rules"]]
-        needs: list[int] = []  # of each expression: how many of those that it waits for have to produce a text first
+        needs: list[int] = []  # for each expression, how many of its parts still have to produce a text
         waiting: dict[int, list[int]] = {}
         for number, at in enumerate(made["grammar_expr_indptr"]):
             count, parts = _needed(data[at], data[at + 2 : at + 2 + data[at + 1]], bodies)
@@ -83,7 +83,7 @@ def has_text(serialized: str) -> bool:
 
 
 def _needed(kind: int, parts: list[int], bodies: list[int]) -> tuple[int, list[int]]:
-    """How many of which other expressions have to produce a text for this one to do so."""
+    """Return how many of which other expressions have to produce a text before this expression does."""
     if kind == _SEQUENCE:
         return len(parts), parts
     if kind == _CHOICES:

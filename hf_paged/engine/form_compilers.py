@@ -1,5 +1,5 @@
-"""Forms of outputs compiled in processes of their own, which can be ended: by a limit of time, or since their callers
-do not wait any more."""
+"""Compilation of forms of outputs in processes of their own, which can be killed after a time limit or when no caller
+waits any more."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from hf_paged.python_process import module_process
 
 logger = logging.getLogger(__name__)
 
-# Of one compilation; more threads take longer to start than they save.
+# Threads of one compilation; more take longer to start than they save.
 THREADS = max(1, min(8, num_cores() // 4))
 PLACES = max(2, min(8, num_cores() // THREADS))  # compilations at the same time
 
-# What happened to a form, and more about it, as `FormServer` answers, or one of: "lost" (the process ended), "none"
-# (the process ended before it could compile anything), "failed" (through no fault of the form; why).
+# Called with what happened to a form and details, as `FormServer` answers, or with: "lost" (the process ended), "none"
+# (the process ended before it could compile anything), "failed" (a cause outside of the form, and which).
 OnAnswer = Callable[[str, Any], None]
 
 
 class FormCompilers:
-    """The process that compiles (`FormServer`), started when a form is first asked for, and again if it ends.
+    """The process that compiles (`FormServer`), started with the first form, and again if it ends.
 
-    Any thread may use it. Answers come in a thread of their own.
+    Thread-safe. Callbacks with answers run in a thread of their own.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class FormCompilers:
         atexit.register(self.stop)
 
     def start(self) -> None:
-        """Have the process come up, which takes a while, if it is not there.
+        """Start the process, which takes seconds to come up, if there is none.
 
         Raises:
             OSError: no process can be started here.
@@ -58,7 +58,7 @@ class FormCompilers:
                 self._helper = _Helper(self._ended)
 
     def compile(self, vocabulary: Vocabulary, structured: Structured, seconds: float, on_answer: OnAnswer) -> int:
-        """Begin; returns the number by which it can be cancelled.
+        """Begin to compile a form, and return the number by which `cancel` knows it.
 
         Raises:
             OSError: no process can be started here.
@@ -76,18 +76,18 @@ class FormCompilers:
             return number
 
     def cancel(self, number: int) -> None:
-        """Drop a compilation whose answer nothing waits for any more; the answer does not come."""
+        """Cancel a compilation; its callback is not called."""
         helper = self._helper
         if helper is not None and helper.waiting.pop(number, None) is not None:
             helper.ask("cancel", number)
 
     def forget(self, vocabulary: int) -> None:
-        """Drop a vocabulary that no form is compiled for any more. Takes no lock: garbage is collected at any time."""
+        """Drop a vocabulary that is no longer used. Takes no lock, since a finalizer calls it inside of any code."""
         if (helper := self._helper) is not None:
             helper.ask("forget", vocabulary)
 
     def in_thread(self, function: Callable[..., None], *given: Any) -> None:
-        """Call a function in a thread whose stack has room for a form that the process was able to compile.
+        """Call a function in a thread with enough stack for any form that the process was able to compile.
 
         Raises:
             RuntimeError: no thread can be started now.
@@ -100,21 +100,21 @@ class FormCompilers:
                 threading.stack_size(before)
 
     def stop(self) -> None:
-        """End the process; forms that it has not compiled have failed."""
+        """End the process; the callbacks of its unfinished forms get "failed"."""
         with self._lock.rlock:
             helper, self._helper = self._helper, None
         if helper is not None:
             helper.end()
 
     def leave_to_parent(self) -> None:
-        """In the child of a fork: forget the process, which is the parent's, and close this end of its pipes."""
-        if self._helper is not None:  # else the process would not notice that the parent has ended
+        """Forget the parent's process in the child of a fork, and close this end of its pipes."""
+        if self._helper is not None:  # an open pipe would keep the process from noticing the end of the parent
             self._helper.commands.close()
             self._helper.answers.close()
         self._helper = None
 
     def _ended(self, helper: _Helper) -> None:
-        """In the thread that reads: tell all that waits for a process which has ended."""
+        """Answer all forms of a process that has ended; runs in the thread that reads."""
         with self._lock.rlock:
             was_stopped = self._helper is not helper
             if not was_stopped:
@@ -125,23 +125,23 @@ class FormCompilers:
             logger.warning("hf_paged: the process that compiles grammars ended (%s); %s", more,
                            "another one compiles in its place" if helper.is_up else
                            "this one compiles in its place, without limits of time and memory")
-        for number in list(helper.waiting):  # without the lock, which their callers take behind their own
+        for number in list(helper.waiting):  # without the lock: callers take theirs first, which would deadlock
             helper.answer(number, what, more)
 
 
 class _Helper:
-    """One run of the process, and what is asked of it.
+    """One run of the process, with the threads that write commands to it and read its answers.
 
-    What asks holds locks. So a thread writes what is asked, lest one waits behind a lock for a pipe that is full until
-    answers are read; another thread reads these.
+    Callers hold locks, and must not wait for a full pipe, which empties only as answers are read: so one thread writes
+    queued commands, and another thread reads answers.
 
     Args:
         on_end: called by the thread that reads, when the process has ended.
 
     Attributes:
-        waiting: what is to be called with the answer to a form, by its number.
+        waiting: callbacks for the answers to forms, by number.
         sent: the numbers of vocabularies that the process has.
-        is_up: it has said that it can compile.
+        is_up: the process has sent an answer, so that it can compile.
     """
 
     def __init__(self, on_end: Callable[[_Helper], None]) -> None:
@@ -152,7 +152,7 @@ class _Helper:
         arguments["args"] += [str(PLACES), str(THREADS)]
         self.process = subprocess.Popen(**arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdin is not None and self.process.stdout is not None
-        # Connections close what they are given: files of `process` must not close it again.
+        # Duplicates, since a Connection closes its descriptor: `process` would close it, or its successor, again.
         self.commands = Connection(os.dup(self.process.stdin.fileno()), readable=False)
         self.answers = Connection(os.dup(self.process.stdout.fileno()), writable=False)
         self.process.stdin.close()
@@ -169,23 +169,23 @@ class _Helper:
             raise
 
     def ask(self, *command: Any) -> None:
-        """Have a command written, soon."""
+        """Queue a command, which the thread that writes sends."""
         self._asked.put(command)
 
     def answer(self, number: int, what: str, more: Any) -> None:
-        """Hand out an answer, if anything waits for it."""
+        """Call the callback of a form with its answer, unless the form was cancelled."""
         on_answer = self.waiting.pop(number, None)
         if on_answer is None:
             return
         try:
             on_answer(what, more)
-        except Exception as error:  # no thread can be started: other answers are still to come
+        except Exception as error:  # (no thread can be started) must not end this thread: other answers follow
             on_answer("failed", str(error))
 
     def end(self) -> None:
-        """Kill the process and its children, which are a process group."""
+        """Kill the process group of the process and its children."""
         if self.process.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):  # none is left; PermissionError: so says macOS
+            with suppress(ProcessLookupError, PermissionError):  # all have ended; macOS raises PermissionError then
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._asked.put(None)
@@ -220,7 +220,7 @@ class Vocabulary:
     """A vocabulary that forms are compiled for.
 
     Attributes:
-        number: of its own.
+        number: unique in this process.
         info: xgrammar's `TokenizerInfo`.
         compiler: xgrammar's `GrammarCompiler`, for forms that are known to compile fast.
     """
@@ -234,5 +234,5 @@ class Vocabulary:
         weakref.finalize(self, COMPILERS.forget, self.number)
 
     def serialized(self) -> str:
-        """What another process makes `info` of."""
+        """Return `info` serialized for another process."""
         return str(self.info.serialize_json())

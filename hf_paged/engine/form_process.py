@@ -1,7 +1,7 @@
-"""A process that compiles forms of outputs, each in a child of its own that can be ended at any time.
+"""A process that compiles forms of outputs, each in a child of its own that can be killed at any time.
 
-What compiles is C++ of xgrammar, which nothing stops from within, may need any amount of memory, and breaks where a
-form makes it recurse too deeply. Run by `FormCompilers`; it ends with the process that started it.
+The C++ code of xgrammar cannot be interrupted, may need any amount of memory, and crashes if a form makes it recurse
+too deeply. `FormCompilers` runs the process, which ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from hf_paged.engine.form_compiler import STACK_BYTES, compile_form, said
 from hf_paged.engine.form_queue import FormQueue, Job
 from hf_paged.options.structured import Structured
 
-# A form that compiles faster is compiled once more by the process that asked, which takes less time than to send it.
+# A form that compiles faster is compiled again in the process that needs it, which is faster than sending the result.
 QUICK_S = 0.5
-MEMORY_BYTES = 2 << 30  # of one compilation
+MEMORY_BYTES = 2 << 30  # limit of one compilation
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_MOST_FILES = 1024  # descriptors that `FormServer` has are below: it starts with three, and opens a few pipes
+_MOST_FILES = 1024  # all descriptors of `FormServer` are below: it starts with three, and opens a few pipes
 
 
 def load_xgrammar() -> Any:
-    """The part of the package that compiles, without torch and transformers, which take seconds to import."""
+    """Return the part of xgrammar that compiles, without torch and transformers, which take seconds to import."""
     spec = importlib.util.find_spec("xgrammar")
     assert spec is not None and spec.submodule_search_locations is not None
     package = types.ModuleType("xgrammar")
     package.__path__ = list(spec.submodule_search_locations)
-    stand_in: Any = types.ModuleType("transformers")  # whose classes the package looks at where it reads tokenizers
+    stand_in: Any = types.ModuleType("transformers")  # the package imports two of its classes to read tokenizers
     stand_in.PreTrainedTokenizerBase = stand_in.PreTrainedTokenizerFast = type("Tokenizer", (), {})
     sys.modules.update({"torch": None, "transformers": stand_in, "xgrammar": package})  # type: ignore[dict-item]
     try:
         importlib.import_module("xgrammar.load_binding")
         for name in ("grammar", "tokenizer_info", "compiler"):
             vars(package).update(vars(importlib.import_module(f"xgrammar.{name}")))
-    except Exception:  # of another version, which needs more
+    except Exception:  # another version of xgrammar needs more modules: import the whole package
         for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "transformers", "xgrammar")]:
             del sys.modules[name]
         return importlib.import_module("xgrammar")
@@ -50,18 +50,18 @@ def load_xgrammar() -> Any:
 
 
 class FormServer:
-    """Reads commands and writes answers, as (number of the job, what happened, more about it).
+    """A server that reads commands and writes answers (number of the job, what happened, details).
 
-    The first answer is to job -1, which there is not: it can compile.
+    The first answer has the number -1, which no job has, and means that the server can compile.
 
-    Commands are ``("vocabulary", number, serialized TokenizerInfo)``, ``("forget", number)``, which no job needs then,
-    ``("compile", number, vocabulary, form, seconds)`` and ``("cancel", number)``. What happened is one of "quick" (it
-    compiles within `QUICK_S`), "compiled" (with the serialized grammar), "refused" (why), "late", "broke" (how) and
-    "failed" (through no fault of the form; why).
+    Commands are ``("vocabulary", number, serialized TokenizerInfo)``, ``("forget", number)`` for a vocabulary that no
+    job needs any more, ``("compile", number, vocabulary, form, seconds)`` and ``("cancel", number)``. What happened is
+    one of "quick" (the form compiles within `QUICK_S`), "compiled" (with the serialized grammar), "refused" (why),
+    "late", "broke" (how) and "failed" (a cause outside of the form, and which).
 
     Args:
-        places: compilations at the same time.
-        threads: of each.
+        places: number of compilations at the same time.
+        threads: threads of each compilation.
     """
 
     def __init__(self, commands: Connection, answers: Connection, places: int, threads: int) -> None:
@@ -72,7 +72,7 @@ class FormServer:
         self._vocabularies: dict[int, Any] = {}
 
     def run(self) -> None:
-        """Until there is nothing to read commands from."""
+        """Serve until the pipe of commands is closed."""
         try:
             self._answers.send((-1, "up", None))
             while True:
@@ -80,7 +80,7 @@ class FormServer:
                 for pipe in wait([self._commands, *pipes], self._queue.wait(time.monotonic())):
                     if pipe is self._commands:
                         self._obey(self._commands.recv())
-                    elif (job := pipes[pipe]).number in self._jobs:  # else it was cancelled meanwhile
+                    elif (job := pipes[pipe]).number in self._jobs:  # else a command just before has cancelled it
                         self._end(job, *job.process.answer())
                 changes = self._queue.change(time.monotonic())
                 for job in changes.late:
@@ -89,7 +89,7 @@ class FormServer:
                     _kill(job)
                 for job in changes.begun:
                     self._begin(job)
-        except (EOFError, OSError):  # the process that asks has ended, perhaps within a command or an answer
+        except (EOFError, OSError):  # the parent has ended, perhaps in the middle of a command or an answer
             pass
         finally:
             for job in self._queue.running:
@@ -112,7 +112,7 @@ class FormServer:
     def _begin(self, job: Job) -> None:
         try:
             job.process = _Process(self._compile, job)
-        except OSError as error:  # of this job alone: the others go on
+        except OSError as error:  # of this job alone: it must not end the server, which other jobs need
             job.process = None
             self._end(job, "failed", f"no process can be started for it ({error})")
 
@@ -123,7 +123,7 @@ class FormServer:
         self._answers.send((job.number, what, more))
 
     def _compile(self, job: Job) -> tuple[str, Any]:
-        """In the child: the answer."""
+        """Compile a form in the child, and return the answer."""
         info = self._vocabularies[job.vocabulary]
         compiler = self._xgrammar.GrammarCompiler(info, max_threads=self._threads, cache_enabled=False)
         started = time.monotonic()
@@ -140,7 +140,7 @@ class FormServer:
 
 
 class _Process:
-    """A child that compiles one form. ``pipe``: where its answer comes."""
+    """A child that compiles one form and writes its answer to ``pipe``."""
 
     def __init__(self, compile: Any, job: Job) -> None:
         self.pipe, theirs = _pipe()
@@ -164,7 +164,7 @@ class _Process:
         theirs.close()
 
     def answer(self) -> tuple[str, Any]:
-        """What the child sent; how it ended, if it sent nothing, or not all of it."""
+        """Return the child's answer; or how the child ended, if it sent none or only a part."""
         try:
             found: tuple[str, Any] = self.pipe.recv()
         except (EOFError, OSError):
@@ -172,7 +172,7 @@ class _Process:
         return found
 
     def kill(self) -> None:
-        """End it, if it has not ended."""
+        """Kill the child if it runs, and reap it."""
         if self._pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
@@ -203,8 +203,8 @@ def _pipe() -> tuple[Connection, Connection]:
 def _keep_only(file: int) -> None:
     """Close all descriptors of a child but one.
 
-    A child with ends of other pipes would keep them open when the process that compiles has ended, or the program
-    itself: its terminal and pipes, answers that are read until their end, and the pipe that it writes to.
+    A child would otherwise keep pipes and the terminal open after the server or the program has ended: a reader of one
+    of the pipes would wait for its end for ever.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
@@ -214,15 +214,15 @@ def _keep_only(file: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have this process killed when its parent ends, which then cannot do so."""
+    """Have the kernel kill this process when its parent ends, which cannot kill it any more."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent ended before the call above, so that no signal comes
         os._exit(0)
 
 
 def _limit(seconds: float) -> None:
-    """What this process may use at most. Its processor time counts where its parent is not there to end it."""
+    """Limit the resources of this process. The limit of processor time is for a child whose parent has ended."""
     cpu = int(seconds * (os.cpu_count() or 1)) + 1
     for what, most in ((resource.RLIMIT_DATA, MEMORY_BYTES), (resource.RLIMIT_STACK, STACK_BYTES),
                        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu)):
@@ -231,11 +231,11 @@ def _limit(seconds: float) -> None:
 
 
 def main() -> None:
-    """``form_process PLACES THREADS``: commands from standard input, answers to what was standard output."""
-    os.nice(5)  # what generates goes first
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the program ignores it, ends of children cannot be waited for
+    """Run ``form_process PLACES THREADS``: read commands from standard input, write answers to standard output."""
+    os.nice(5)  # so that compilations do not slow generation down
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the parent ignores it, waitpid would fail for children
     answers = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # prints of a library go to standard error, and do not corrupt answers
     FormServer(Connection(0, writable=False), Connection(answers, readable=False), *map(int, sys.argv[1:3])).run()
 
 

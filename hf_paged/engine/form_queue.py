@@ -1,4 +1,5 @@
-"""Which forms are compiled at a time, where more are asked for than there are processes: short ones do not wait."""
+"""The order in which forms are compiled if there are more than processes, so that short ones do not wait for long ones.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hf_paged.options.structured import Structured
 
-TURN = 0.25  # seconds that a compilation has before others may take its place
+TURN = 0.25  # seconds that a compilation runs before another one may take its place
 
 
 @dataclass(eq=False)
@@ -16,11 +17,11 @@ class Job:
     """A form to be compiled.
 
     Attributes:
-        number: by which it is known.
-        vocabulary: for which one, by its number.
-        seconds: that it may take.
-        started: when its process began, by `time.monotonic`; None: it waits.
-        process: what compiles it.
+        number: the number that identifies the job.
+        vocabulary: the number of its vocabulary.
+        seconds: its time limit.
+        started: when its process began, by `time.monotonic`; None while it waits.
+        process: the process that compiles it.
     """
 
     number: int
@@ -32,7 +33,7 @@ class Job:
 
 
 class Changes(NamedTuple):
-    """What is to be done now: compilations that end since they took too long, that give way, and that begin."""
+    """Jobs whose state changes now: late ones that end, stopped ones that another job replaces, and begun ones."""
 
     late: list[Job]
     stopped: list[Job]
@@ -42,10 +43,10 @@ class Changes(NamedTuple):
 class FormQueue:
     """Jobs in the order in which they get a place.
 
-    A job that has not had its turn goes first, and takes the place of one that has had more than that, which begins
-    again later. One of those always goes on, so that each comes to an end. Of several that have not had their turn, the
-    last that came and the first are next by turns: a short job does not wait for all the slow ones that came before,
-    and those that came first do not wait for ever.
+    A job that has not run yet goes first, and replaces a slow job (which has run for more than `TURN`); that one begins
+    again later. One slow job always keeps its place, so that each ends some time. Of several jobs that have not run
+    yet, the newest and the oldest are next alternately: a short job does not wait for all slow jobs before it, and an
+    old job does not wait for ever.
 
     Args:
         places: jobs that run at the same time, at least two.
@@ -62,13 +63,13 @@ class FormQueue:
         self._fresh.append(job)
 
     def remove(self, job: Job) -> None:
-        """The job is done, or nobody waits for it."""
+        """Remove a job that is done or cancelled."""
         for jobs in (self._fresh, self._slow, self.running):
             if job in jobs:
                 jobs.remove(job)
 
     def change(self, now: float) -> Changes:
-        """What happens at this time, which is counted as done; what begins is for the caller to start."""
+        """Update the queue for the time ``now``, and return the changes, which the caller has to carry out."""
         late = [job for job in self.running if self._ran(job, now) >= job.seconds]
         self.running = [job for job in self.running if job not in late]
         stopped, begun = [], []
@@ -92,7 +93,7 @@ class FormQueue:
         return Changes(late, stopped, begun)
 
     def wait(self, now: float) -> float | None:
-        """Seconds until `change` would do something, if no job comes or ends; None: nothing runs."""
+        """Return the seconds until `change` has something to do if no job is added or ends; None if no job runs."""
         ends = [job.seconds - self._ran(job, now) for job in self.running]
         if self._fresh:
             ends += [TURN - self._ran(job, now) for job in self.running if self._ran(job, now) < TURN]

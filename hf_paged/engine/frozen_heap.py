@@ -1,13 +1,13 @@
-"""While requests run, Python's full garbage collections leave out the objects that were there before.
+"""Freezing of Python's heap, so that full garbage collections skip older objects while requests run.
 
-The heap of torch and transformers has some 430,000 objects, which a full collection looks through in a fifth of a
-second and more, while the GPU has nothing to do. `gc.freeze` puts these objects aside behind a first step. They stay
-aside until a full collection begins while no engine is busy: that collection takes them back with `gc.unfreeze` first,
-and looks through all of them. Objects that are made in between are never put aside, so that what a busy process leaves
-out does not grow. Both calls only join lists.
+The heap of torch and transformers has some 430,000 objects, which a full collection traverses in a fifth of a second
+and more, while the GPU has nothing to do. `gc.freeze` exempts these objects behind a first step. They stay frozen until
+a full collection begins while no engine is busy: that collection calls `gc.unfreeze` first, and traverses all of them.
+Objects that are made in between are never frozen, so that the frozen heap of a busy process does not grow. Both calls
+only join lists.
 
-`gc.unfreeze` takes back everything, whichever code froze it. So nothing is frozen where the program has frozen objects
-itself, and nothing is taken back where the program has called `gc.freeze` since.
+`gc.unfreeze` thaws everything, whichever code froze it. So the heap is not frozen if the program has frozen objects
+itself, and not thawed if the program has called `gc.freeze` since.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import threading
 import time
 from typing import Any
 
-# Seconds without a step after which an engine counts as idle: its caller may itself be garbage that is frozen.
+# Seconds without a step after which an engine counts as idle: its caller may be frozen garbage that never ends its use.
 _PATIENCE = 5.0
 
 
 class FrozenHeap:
-    """The heap of the process, and which engines are busy in it.
+    """The frozen heap of the process, and the busy engines.
 
     Attributes:
         is_frozen: an engine has frozen the heap.
@@ -32,9 +32,9 @@ class FrozenHeap:
         self.is_frozen = False
         self._busy: set[int] = set()
         self._last_step = 0.0  # by `time.monotonic`
-        self._marker: list | None = None  # made behind `gc.freeze`: it is frozen only where the program froze again
-        self._may_try = True  # False: objects of others were frozen at the last look, which takes 30 ms for all
-        self._lock = threading.Lock()  # for which no thread waits: garbage collections come anywhere
+        self._marker: list | None = None  # made behind `gc.freeze`: it is frozen only if the program froze again
+        self._may_try = True  # False if the program had frozen objects at the last check, which takes 30 ms
+        self._lock = threading.Lock()  # never waited for: a collection inside of its holder would deadlock
 
     def hold(self, engine: int) -> None:
         """Note that an engine is busy, in each of its steps."""
@@ -51,12 +51,12 @@ class FrozenHeap:
         if not gc.isenabled() or not gc.get_threshold()[0] or not self._lock.acquire(blocking=False):
             return
         try:
-            if self._before_collection not in gc.callbacks:  # where it stays: Python walks this list by number
+            if self._before_collection not in gc.callbacks:  # never removed: Python iterates this list by index
                 gc.callbacks.append(self._before_collection)
             self._may_try = self.is_frozen or not gc.get_freeze_count()
             if self._may_try and not self.is_frozen:
-                gc.collect(1)  # else young garbage would be taken for old, and wait for a full collection
-                self.is_frozen = True  # first: what an interrupt leaves frozen here is taken back, too
+                gc.collect(1)  # else young garbage would be frozen, and freed only by a later full collection
+                self.is_frozen = True  # first, so that the heap is thawed also if an interrupt comes behind `freeze`
                 gc.freeze()
                 self._marker = []
         finally:
@@ -76,17 +76,17 @@ class FrozenHeap:
 
 
 class HeapHold:
-    """An engine's part in the frozen heap."""
+    """One engine's hold on the frozen heap."""
 
     def note(self, is_busy: bool) -> None:
-        """Say whether the engine is busy now; to say the same again costs next to nothing."""
+        """Note whether the engine is busy now; cheap if nothing has changed."""
         if is_busy:
             heap.hold(id(self))
         else:
             heap.let_go(id(self))
 
     def __del__(self) -> None:
-        if heap is not None:  # at the end of the process the module may be gone
+        if heap is not None:  # globals may be None when the interpreter shuts down
             heap.let_go(id(self))
 
 

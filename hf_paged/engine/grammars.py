@@ -19,26 +19,26 @@ from hf_paged.optional import require
 from hf_paged.options.structured import FormError, Structured, check_size
 from hf_paged.process_lock import ProcessLock
 
-_REFUSED_S, _MOST_REFUSED = 60.0, 100  # how long it is remembered that a form is refused, and of how many forms
-_CACHED_BYTES = 256 << 20  # of compiled grammars, per engine
+_REFUSED_S, _MOST_REFUSED = 60.0, 100  # seconds for which the error of a refused form is cached, and the most forms
+_CACHED_BYTES = 256 << 20  # compiled grammars that an engine keeps
 NO_TOKENIZER = ("structured: expected an engine with a tokenizer, by which a grammar's texts become tokens; give "
                 "tokenizer= to PagedGenerator or model.generate")
 _EXPECTED = "expected what xgrammar can make a grammar of"
 
 
 class _Key(NamedTuple):
-    """Of a compiled form: the number of its vocabulary, and the form."""
+    """The cache key of a compiled form: the number of its vocabulary, and the form."""
 
     vocabulary: int
     structured: Structured
 
 
 class _Compilation:
-    """A form that is being compiled, and all who wait for it.
+    """A form that is being compiled, and the futures of its callers.
 
     Attributes:
-        number: of `FormCompilers`; None: it is compiled in this process.
-        was_lost: the process that compiled it has ended once, so that it is not compiled in this one.
+        number: the job's number in `FormCompilers`; None before it has one, or if this process compiles the form.
+        was_lost: a compiling process has ended without an answer once; the form is not compiled in this process then.
     """
 
     def __init__(self, vocabulary: _Vocabulary) -> None:
@@ -49,13 +49,13 @@ class _Compilation:
 
 
 class Grammars:
-    """Compiles forms of outputs, for the last tokenizer that was given. Any thread may use it.
+    """A cache of compiled forms of outputs, for the last tokenizer that was given. Thread-safe.
 
-    Forms are compiled in processes of their own, each once, however many ask at the same time, and kept as long as
-    there is room: one that is kept does not wait for others.
+    Each form is compiled once, in a process of its own, for all callers that need it at the same time, and is kept
+    while there is room (least recently used ones go first). A form that is kept waits for no other compilation.
 
     Args:
-        num_logits: of a token: masks have as many bits.
+        num_logits: number of logits of a token, and of bits of a mask.
         config: has the limits of forms.
     """
 
@@ -63,23 +63,23 @@ class Grammars:
         self._num_logits = num_logits
         self._config = config
         self._lock = ProcessLock()
-        self._reading = ProcessLock()  # while a vocabulary is read, which takes a while
-        self._made: tuple[tuple, Any, _Vocabulary] | None = None  # of the tokenizer with these traits
-        self._shared: tuple[str, _Vocabulary] | None = None  # of another rank's vocabulary
-        self._known: OrderedDict[_Key, XGrammar] = OrderedDict()  # the last one was used last
-        self._refused: OrderedDict[_Key, tuple[str, float]] = OrderedDict()  # why, and when by `time.monotonic`
+        self._reading = ProcessLock()  # held while a vocabulary is read, which takes long: two threads read it once
+        self._made: tuple[tuple, Any, _Vocabulary] | None = None  # traits of a tokenizer, the tokenizer, its vocabulary
+        self._shared: tuple[str, _Vocabulary] | None = None  # a vocabulary of another rank, as it was sent and as read
+        self._known: OrderedDict[_Key, XGrammar] = OrderedDict()  # in order of use
+        self._refused: OrderedDict[_Key, tuple[str, float]] = OrderedDict()  # reason, and `time.monotonic`
         self._open: dict[_Key, _Compilation] = {}
 
     def compile(self, structured: Structured, tokenizer: Any) -> XGrammar:
-        """The grammar of a form; waits for it.
+        """Return the grammar of a form, and wait for its compilation.
 
         Raises:
             ImportError: xgrammar is not installed.
-            FormError: xgrammar cannot make a grammar of this; no text has the form, or no tokens make one; a limit of
-                the config is reached.
+            FormError: xgrammar cannot make a grammar of the form; no text has the form, or the vocabulary cannot
+                produce one; a limit of the config is reached.
             ValueError: there is no tokenizer, or xgrammar cannot read it.
         """
-        if tokenizer is None:  # another rank has compiled it: what that can, this one can
+        if tokenizer is None:  # another rank has compiled this form within its limits: this rank needs none
             return self._compile_here(structured, self._of(None))
         waiter = self.begin(structured, tokenizer)
         try:
@@ -89,7 +89,8 @@ class Grammars:
             raise
 
     def begin(self, structured: Structured, tokenizer: Any) -> Future[XGrammar]:
-        """As `compile`, which raises what the future does not; where all who wait cancel, compiling ends."""
+        """Start `compile`, and return its future; raises what needs no compilation. If all callers cancel their
+        futures, the compilation ends."""
         check_size(structured, self._config.structured_max_bytes)
         vocabulary = self._of(tokenizer)
         key, waiter = _Key(vocabulary.number, structured), Future[XGrammar]()
@@ -105,18 +106,18 @@ class Grammars:
             if compilation is None:
                 compilation = _Compilation(vocabulary)
                 self._start(key, compilation)
-                self._open[key] = compilation  # once it has begun: equal forms would wait for ever for one that has not
+                self._open[key] = compilation  # after `_start`: if that raises, equal forms must not wait for ever
             compilation.waiters.append(waiter)
         waiter.add_done_callback(partial(self._leave, key, compilation))
         return waiter
 
     def vocabulary(self, tokenizer: Any) -> str:
-        """What other ranks need of the tokenizer (`share`)."""
+        """Return the tokenizer's vocabulary in a form that other ranks can read (`share`)."""
         vocabulary = self._of(tokenizer)
         return json.dumps([sorted(vocabulary.special), vocabulary.serialized()])
 
     def share(self, vocabulary: str) -> None:
-        """Compile for this vocabulary where no tokenizer is given."""
+        """Use this vocabulary for `compile` without a tokenizer."""
         xgrammar = import_xgrammar()
         if self._shared is None or self._shared[0] != vocabulary:
             special, serialized = json.loads(vocabulary)
@@ -125,11 +126,11 @@ class Grammars:
             self._drop_others()
 
     def has_shared(self, vocabulary: str) -> bool:
-        """Was `share` called with this one last?"""
+        """Return whether the last call of `share` had this vocabulary."""
         return self._shared is not None and self._shared[0] == vocabulary
 
     def forget_open(self) -> None:
-        """Forget compilations that are under way: the threads that wait for them, and that answer, do not exist."""
+        """Forget running compilations in the child of a fork, which lacks the threads that wait for and answer them."""
         self._open = {}
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ class Grammars:
         if what == "lost" and not compilation.was_lost:
             compilation.was_lost = True
             with self._lock.rlock:
-                if self._open.get(key) is compilation:  # else no caller waits any more
+                if self._open.get(key) is compilation:  # else all callers have cancelled
                     self._start(key, compilation)
         elif what in ("quick", "compiled") or (what == "none" and not compilation.was_lost):
             COMPILERS.in_thread(self._finish, key, compilation, more if what == "compiled" else None)
@@ -154,7 +155,7 @@ class Grammars:
             self._settle(key, compilation, None, self._why(what, more), is_lasting=what in ("refused", "broke", "late"))
 
     def _why(self, what: str, more: Any) -> str:
-        if what in ("lost", "none"):  # and it was lost before
+        if what in ("lost", "none"):  # for the second time: `was_lost` is set
             what, more = "failed", f"the process that compiles grammars ended twice ({more})"
         limit = f"structured_max_seconds={self._config.structured_max_seconds:g}"
         return {"refused": f"{more}; {_EXPECTED}", "broke": f"compiling it failed: {more}; expected a smaller form",
@@ -163,7 +164,7 @@ class Grammars:
                         "that time"}[what]
 
     def _finish(self, key: _Key, compilation: _Compilation, serialized: str | None) -> None:
-        """In a thread: make the grammar that is known to compile fast, or that another process has compiled."""
+        """Make the grammar of a form that compiles fast, or that another process has compiled; runs in a thread."""
         try:
             grammar = self._grammar(key.structured, compilation.vocabulary, serialized)
         except Exception as error:
@@ -178,7 +179,7 @@ class Grammars:
                 compiled = compile_form(xgrammar, vocabulary.compiler, structured)
             else:
                 compiled = xgrammar.CompiledGrammar.deserialize_json(serialized, vocabulary.info)
-        except Exception as error:  # RuntimeError of its C++, and what its Python raises before
+        except Exception as error:  # RuntimeError of xgrammar's C++, and any error of its Python code
             raise FormError(structured, f"{said(error)}; {_EXPECTED}") from error
         grammar = XGrammar(compiled, special=vocabulary.special)
         if not grammar.may_begin():
@@ -195,10 +196,10 @@ class Grammars:
 
     def _settle(self, key: _Key, compilation: _Compilation, grammar: XGrammar | None, why: str, *,
                 is_lasting: bool = True) -> None:
-        """Give all who wait what came of it.
+        """Resolve the futures of all callers with the grammar, or with a `FormError`.
 
         Args:
-            is_lasting: another try would come to the same.
+            is_lasting: another try would fail alike, so that the error is cached.
         """
         with self._lock.rlock:
             if self._open.get(key) is compilation:
@@ -227,11 +228,11 @@ class Grammars:
                 self._known.popitem(last=False)
 
     def _vocabularies(self) -> set[int]:
-        """The numbers of those that forms are compiled for now."""
+        """Return the numbers of the vocabularies that forms are compiled for now."""
         return {made[-1].number for made in (self._made, self._shared) if made is not None}
 
     def _drop_others(self) -> None:
-        """Drop the forms of vocabularies that no form is compiled for any more."""
+        """Drop the cached forms of earlier vocabularies."""
         with self._lock.rlock:
             kept = self._vocabularies()
             for forms in (self._known, self._refused):
@@ -239,7 +240,7 @@ class Grammars:
                     del forms[key]
 
     def _leave(self, key: _Key, compilation: _Compilation, waiter: Future[XGrammar]) -> None:
-        """One who waited does not any more."""
+        """Cancel the compilation if its last caller has cancelled; called when a future is done."""
         with self._lock.rlock:
             if not waiter.cancelled() or self._open.get(key) is not compilation:
                 return
@@ -265,7 +266,7 @@ class Grammars:
 
     def _read(self, xgrammar: Any, tokenizer: Any, special: frozenset[int]) -> _Vocabulary:
         with suppress(OSError):
-            COMPILERS.start()  # meanwhile
+            COMPILERS.start()  # in parallel with reading the tokenizer, since both take seconds
         try:
             info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._num_logits)
         except Exception as error:
@@ -275,7 +276,7 @@ class Grammars:
 
 
 class _Vocabulary(Vocabulary):
-    """``special``: the special tokens of the tokenizer."""
+    """A `Vocabulary` with the special tokens of its tokenizer (``special``)."""
 
     def __init__(self, xgrammar: Any, info: Any, special: frozenset[int]) -> None:
         super().__init__(xgrammar, info)
@@ -283,7 +284,7 @@ class _Vocabulary(Vocabulary):
 
 
 def import_xgrammar() -> Any:
-    """The package, or an ImportError that says what to install."""
+    """Return the package xgrammar, or raise an ImportError that says what to install."""
     require("structured", "structured output")
     import xgrammar
 

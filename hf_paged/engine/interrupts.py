@@ -1,8 +1,8 @@
 """Ctrl-C between steps: ranks that take a step together cannot go on if one of them leaves it half-way.
 
-Python runs the handler of SIGINT in the main thread, between any two of its instructions. While an engine does what
-all ranks have to do alike, a handler of ours stands there, which only remembers the signal; the user's own is called
-for it once nothing is half done. In other threads, and where SIGINT is ignored or left to the system, nothing is done.
+Python runs the handler of SIGINT in the main thread, between any two instructions. While an engine does work that all
+ranks have to do alike, a handler of hf_paged replaces the user's: it only notes the signal, and the user's handler is
+called when the work is complete. In other threads, and if SIGINT has no Python handler, nothing is replaced.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# Seconds after a first Ctrl-C from which on a second one is not held back: something hangs, or takes very long.
+# Seconds after a first Ctrl-C from which a second one is not held back, so that a hanging step can be interrupted.
 _PATIENCE = 2.0
 
 
 class _Held:
-    """SIGINT while it is held back; its `note` is the handler that stands in for the user's.
+    """SIGINT while it is held back; the method `note` is the handler that replaces the user's.
 
     Attributes:
-        passes: the user's code runs, so that a signal goes to the user's handler at once.
+        passes: code of the user runs, so that a signal goes to the user's handler at once.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self._handler = handler
-        self._since: float | None = None  # when the signal came that waits
+        self._since: float | None = None  # `time.monotonic` of the signal that is held back
         self.passes = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
@@ -43,14 +43,14 @@ class _Held:
             self._deliver(None)
 
     def _deliver(self, frame: FrameType | None) -> None:
-        # Set first: what its KeyboardInterrupt unwinds is not interrupted a second time.
+        # Set first, so that no second signal interrupts the cleanup while KeyboardInterrupt unwinds the stack.
         passes, self.passes, self._since = self.passes, False, None
         self._handler(signal.SIGINT, frame)
         self.passes = passes
 
 
 def _handler() -> Any:
-    """Of SIGINT, where this thread is the one that it interrupts."""
+    """Return the handler of SIGINT in the main thread, None in other threads, which SIGINT does not interrupt."""
     return signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
 
 
@@ -61,7 +61,7 @@ def _held() -> _Held | None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """No SIGINT interrupts the body; one that came does so at its end, or in `check`."""
+    """Hold SIGINT back in the block; a signal that came interrupts at the block's end, or in `check`."""
     handler = _handler()
     if (outer := _held()) is not None:
         passes, outer.passes = outer.passes, False
@@ -94,7 +94,7 @@ def held_back() -> Iterator[None]:
 
 @contextmanager
 def let_through() -> Iterator[None]:
-    """The user's code runs in the body, where SIGINT interrupts it as ever; for the inside of `held_back`."""
+    """Let SIGINT interrupt the block, which runs code of the user inside of `held_back`."""
     held = _held()
     if held is None:
         yield
@@ -108,6 +108,6 @@ def let_through() -> Iterator[None]:
 
 
 def check() -> None:
-    """Be interrupted here, if a signal was held back. Nothing is half done."""
+    """Deliver a signal that was held back; for a place where no work is half done."""
     if (held := _held()) is not None:
         held.check()

@@ -1,4 +1,4 @@
-"""Rows of one call that join the engine's steps while stock's decoding loop picks the tokens in its own thread."""
+"""Rows of one call that join the engine's steps while stock's decoding loop picks the tokens in the caller's thread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, Sequence, StepPlan
 from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, RowMoves
 
-# Seconds after which rows that ask for nothing may lose their blocks to whoever cannot go on without them: their
-# caller's code may be waiting for just that one.
+# Seconds after the last answer from which rows that wait for no logits may lose their blocks to other rows: the caller
+# may itself wait for those rows, which would be a deadlock.
 _IDLE = 0.02
 
 
 class BlockShortage(enum.Enum):
-    """What becomes of a wish for blocks that others hold: some came free, wait for them, or nobody holds any."""
+    """The result of freeing blocks of other batches: some are free now, they are held and may come later, or none."""
 
     FREE = enum.auto()
     WAIT = enum.auto()
@@ -32,7 +32,7 @@ class BlockShortage(enum.Enum):
 
 
 class Core(Protocol):
-    """What rows ask the `EngineCore` for."""
+    """The part of `EngineCore` that a batch uses."""
 
     totals: dict[str, int]
 
@@ -53,21 +53,21 @@ class Core(Protocol):
 
 
 class LockstepBatch:
-    """Paged forwards over rows that all go the same number of tokens a step.
+    """Paged forwards over rows that all advance by the same number of tokens a step.
 
-    A caller asks for logits and waits; whichever thread steps the engine next brings them, together with the tokens of
-    everybody else. Between two questions the rows keep their slots and blocks, but may lose them (`lose`): their
-    tokens are known here, and the next question has them computed again.
+    The caller requests logits and waits; the next steps of the engine, in any thread, compute them beside the rows of
+    all other callers. Between two such queries the rows keep their slots and blocks, but may lose them (`lose`): the
+    batch keeps their tokens, which the next query computes again.
 
     Args:
-        core: of the engine.
+        core: the engine's loop.
         held: holds the engine's lock, between two steps.
         drive: steps the engine until `is_waiting` is False.
-        call: a weak reference to what dies with the call.
+        call: a weak reference to an object that lives as long as the call.
         prompts: R lists of token ids.
-        max_new_tokens: tokens after the prompt that a row may reach.
-        cache_salt: as in `RequestSettings`, of all rows.
-        adapters: every row's `RequestSettings.adapter_name`.
+        max_new_tokens: the most tokens that a row may have after its prompt.
+        cache_salt: `RequestSettings.cache_salt` of all rows.
+        adapters: `RequestSettings.adapter_name` of each row.
     """
 
     def __init__(self, core: Core, held: Callable[[], AbstractContextManager],
@@ -80,31 +80,31 @@ class LockstepBatch:
         self._max_tokens = max(map(len, prompts)) + max_new_tokens
         self._prompts = prompts
         self.adapters = adapters
-        self.has_checked_adapters = False  # since the model was what it is
-        self._tokens: torch.Tensor | None = None  # [R, max_new_tokens] int32 on the device: what followed the prompts
-        self._count = 0  # columns of it that are known
+        self.has_checked_adapters = False  # for the model as it is now
+        self._tokens: torch.Tensor | None = None  # [R, max_new_tokens] int32 on the device: tokens after the prompts
+        self._count = 0  # columns of `_tokens` that are known
         self._max_new_tokens = max_new_tokens
-        self._asked: torch.Tensor | None = None  # [R, n] int64: the next tokens, none for the prompts' own logits
+        self._asked: torch.Tensor | None = None  # [R, n] int64: the query's tokens, n = 0 for the prompts' own logits
         self._answer: torch.Tensor | Exception | None = None
         self._answered_at = time.monotonic()
-        self.is_short = False  # of blocks, for the open question
-        self._stream: torch.cuda.Stream | None = None  # of the caller
-        self._chunks: Iterator[None] | None = None  # computes another part of the known tokens each time
-        self._logits: list[torch.Tensor] = []  # after the prompts so far
+        self.is_short = False  # the open query waits for blocks
+        self._stream: torch.cuda.Stream | None = None  # the caller's
+        self._chunks: Iterator[None] | None = None  # each `next` computes another part of the known tokens
+        self._logits: list[torch.Tensor] = []  # after the prompts computed so far
         self._places: torch.Tensor | None = None  # [2, R] int64 on the device: slots, and positions of the next tokens
-        self._ahead: StepPlan | None = None  # computes the next token of every row
+        self._ahead: StepPlan | None = None  # a plan, made ahead, for the next token of every row
         self._is_reordered = False
-        self._version: int | None = None  # of the weights when the first token was computed; None: they changed
+        self._version: int | None = None  # weights version at the first token; None if the model changed since then
 
     # -- the caller's side ------------------------------------------------------------------------------------------
 
     def prompts(self) -> torch.Tensor:
-        """Compute the prompts: logits [R, V] after the last token of each, in the model's dtype."""
+        """Compute the prompts; returns logits [R, V] after the last token of each, in the model's dtype."""
         none = torch.empty(len(self._prompts), 0, dtype=torch.int64, device=self._core.device)
         return self._ask(none)[:, 0]
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute ``tokens`` [R, n] of every row: logits [R, n, V].
+        """Compute ``tokens`` [R, n] of every row; returns logits [R, n, V].
 
         Raises:
             torch.OutOfMemoryError: the device lacks the memory for the blocks.
@@ -116,7 +116,7 @@ class LockstepBatch:
         return self._ask(tokens)
 
     def reorder(self, parents: list[int]) -> None:
-        """Row i goes on from what row ``parents[i]`` computed."""
+        """Let row i continue the tokens of row ``parents[i]``."""
         if parents == list(range(len(parents))):
             return
         with self._held():
@@ -154,7 +154,7 @@ class LockstepBatch:
             self._core.totals["generated"] -= num_tokens * len(self._prompts)
 
     def keys_and_values(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of every layer's K and V [R, num_kv_heads, length, head_dim]; zeros before a row's first token."""
+        """Return copies of each layer's K and V [R, num_kv_heads, length, head_dim]; zeros before a row's tokens."""
         while True:
             with self._held():
                 if self.rows is not None and self._chunks is None:
@@ -164,7 +164,7 @@ class LockstepBatch:
             self._ask(torch.empty(len(self._prompts), 0, dtype=torch.int64, device=self._core.device))
 
     def close(self) -> None:
-        """Give everything back, and what was computed to the prefix cache; the engine's lock is held."""
+        """Publish the computed blocks in the prefix cache, and free slots and blocks; needs the engine's lock."""
         core, rows = self._core, self.rows
         if rows is None:
             return
@@ -186,14 +186,14 @@ class LockstepBatch:
         try:
             self._drive(self)
         except BaseException:
-            with self._held():  # nobody is at work on the answer
+            with self._held():  # so that no step is computing the answer
                 self._asked = self._answer = None
             raise
         answer, self._asked, self._answer = self._answer, None, None
         if isinstance(answer, Exception):
             raise answer
         assert answer is not None
-        if self._stream is not None:  # the step may have been launched by another thread, on a stream of its own
+        if self._stream is not None:  # another thread may have launched the step, on another stream
             self._core.runner.follow_stream()
             answer.record_stream(self._stream)
         return answer
@@ -201,58 +201,58 @@ class LockstepBatch:
     # -- inside a step, the engine's lock held ----------------------------------------------------------------------
 
     def rollback_tokens(self, rows: LockstepRows, num_tokens: int) -> None:
-        """The last tokens of these rows are no longer computed."""
+        """Mark the last tokens of these rows as not computed."""
         self._take_back()
         self._places = None
         rows.crop(num_tokens)
 
     @property
     def is_orphan(self) -> bool:
-        """Is the call gone that these rows belong to?"""
+        """Whether the call of these rows has ended."""
         return self._call() is None
 
     @property
     def is_waiting(self) -> bool:
-        """Is a question open?"""
+        """Whether the caller waits for logits."""
         return self._asked is not None and self._answer is None
 
     @property
     def is_computing(self) -> bool:
-        """Are known tokens being computed, a chunk a step?"""
+        """Whether known tokens are still being computed, a chunk a step."""
         return self._chunks is not None
 
     def may_lose(self, other: LockstepBatch | None) -> bool:
-        """May `other` (None: the scheduler's own sequences) have the blocks of this one?"""
+        """Return whether `other` (None for the scheduler's own sequences) may take the blocks of this batch."""
         if self.rows is None or other is self:
             return False
         is_idle = not self.is_waiting and time.monotonic() - self._answered_at > _IDLE
         return is_idle or (other is not None and self.arrival > other.arrival)
 
     def give_back(self) -> None:
-        """Free slots and blocks; the rows are computed again when their caller asks next."""
+        """Free slots and blocks; the caller's next query computes the rows again."""
         if self.rows is not None:
             self.rows.free()
         self.lose()
 
     def lose(self) -> None:
-        """Whatever held the rows is gone."""
+        """Forget slots and blocks, which are freed or whose scheduler was dropped."""
         self.rows, self._chunks, self._logits, self._places, self._ahead = None, None, [], None, None
 
     def invalidate_prefix(self) -> None:
-        """The model changed: keys and values of before and after it are no prefix of anyone else's."""
+        """Exclude these rows from the prefix cache: they mix keys and values of before and after a model change."""
         self._version, self.has_checked_adapters = None, False
         for sequence in self.rows.sequences if self.rows is not None else ():
             sequence.is_mixed = True
 
     def fail(self, error: Exception) -> None:
-        """Answer the open question with an exception."""
+        """Answer the open query with an exception, which is raised to the caller."""
         self._answered_at, self._answer = time.monotonic(), error
 
     def prepare(self) -> StepPlan | None:
-        """Work towards the answer: at most one forward of its own, or decode rows that are to join the next step.
+        """Work on the open query: run at most one forward of this batch, or return decode rows to join the next step.
 
         Raises:
-            OutOfBlocksError: nothing of the scheduler's is left to preempt.
+            OutOfBlocksError: blocks are short, and the scheduler has no sequence left to preempt.
         """
         assert self._asked is not None
         try:
@@ -267,7 +267,7 @@ class LockstepBatch:
         runner, num_new = self._core.runner, self._asked.shape[1]
         runner.follow_stream()
         if self._stream is not None and self._stream != (current := torch.cuda.current_stream(runner.device)):
-            current.wait_stream(self._stream)  # it makes the tokens
+            current.wait_stream(self._stream)  # the caller's stream may still compute the tokens
         if num_new == 0:
             self.answer(self._take_logits())
             return None
@@ -282,10 +282,10 @@ class LockstepBatch:
         return None
 
     def plan_ahead(self) -> None:
-        """Plan the next token of every row, which no other thread's rows or requests compete for."""
+        """Plan the next token of every row ahead, while no other rows or requests compete for blocks."""
         if self.rows is None or self._is_reordered or self._count >= self._max_new_tokens:
             return
-        with suppress(OutOfBlocksError):  # as it will be found again, if there is a next token
+        with suppress(OutOfBlocksError):  # raised again by the query for the next token, if one comes
             self._ahead = self.rows.decode_plan()
             self._core.runner.make_ready(self._ahead)
 
@@ -296,13 +296,13 @@ class LockstepBatch:
         return rows.decode_plan(num_new) if plan is None else plan
 
     def _take_back(self) -> None:
-        """The rows end where the caller knows them to: the plan that was made ahead does not run."""
+        """Drop the plan that was made ahead, with the blocks of its tokens."""
         if self._ahead is not None and self.rows is not None:
             self._ahead = None
             self.rows.crop(1)
 
     def answer(self, logits: torch.Tensor) -> None:
-        """``logits`` [R * n, V] of the rows' n new tokens (n = 0: of their last known one) are there."""
+        """Answer the open query with ``logits`` [R * n, V] of the rows' n new tokens (n = 0: of the last known one)."""
         assert self._asked is not None
         count, num_new = self._asked.shape
         if num_new:
@@ -313,11 +313,11 @@ class LockstepBatch:
         logits = logits.view(count, max(1, num_new), -1)
         self._core.totals["generated"] += count * max(1, num_new)
         self.is_short, self._answered_at = False, time.monotonic()
-        # Together: an interrupt between would leave tokens that are known and asked for. It comes behind calls alone.
+        # In one statement, without a call: an interrupt in between would have the same tokens computed twice.
         self._count, self._answer = self._count + num_new, logits
 
     def _begin(self) -> None:
-        """Slots for the rows, and all tokens known so far to compute."""
+        """Get slots for the rows, and begin to compute all tokens known so far."""
         core = self._core
         arrivals = [Sequence("lockstep", prompt, max_new_tokens=1, cache_salt=self._salt, adapter=adapter)
                     for prompt, adapter in zip(self._prompts, self.adapters, strict=True)]
@@ -326,7 +326,7 @@ class LockstepBatch:
         self._chunks, self._logits = self._compute(self.rows), []
 
     def _compute(self, rows: LockstepRows) -> Iterator[None]:
-        """Compute the known tokens, a part a step; at the end every row stands for itself."""
+        """Compute the known tokens, a part a step; equal prompts once, and then each row has a slot of its own."""
         core, max_length = self._core, self._max_tokens
         plans = rows.prompt_plans()
         while not rows.has_planned_prompts:
@@ -336,7 +336,7 @@ class LockstepBatch:
             core.totals["steps"] += 1
             core.totals["prefill"] += plan.num_tokens
             if rows.has_planned_prompts:
-                next(plans, None)  # nothing is promised any more
+                next(plans, None)  # finish the generator, so that the blocks of its last plan stay published
             else:
                 yield
         core.trust_cache()
@@ -344,12 +344,12 @@ class LockstepBatch:
             self._version = core.weights_version
         if (moves := rows.fork()) is not None:
             self._follow(rows, moves)
-            # Their slots may have had other tenants.
+            # The slots may hold the state of earlier requests.
             tables = [seq.block_table for seq in rows.sequences]
             settings = [SlotParameters(max_length=max_length, adapter=adapter) for adapter in self.adapters]
             core.runner.state.admit(rows.slots.tolist(), self._prompts, tables, settings)
             self._logits = [torch.cat(self._logits)[upload(moves.parents, core.device)]]
-        # What followed the prompts, of rows that lost their blocks: after the fork, so that they share what they did.
+        # Tokens after the prompts, of rows that lost their blocks: behind the fork, so that equal prompts share blocks.
         first, most = 0, max(1, rows.max_step_tokens // len(rows))
         while first < self._count:
             yield
@@ -364,12 +364,12 @@ class LockstepBatch:
         self._chunks = None
 
     def _take_logits(self) -> torch.Tensor:
-        """Of the last known token of every row."""
+        """Return the logits of the last known token of every row."""
         logits, self._logits = torch.cat(self._logits), []
         return logits
 
     def _set_tokens(self, plan: StepPlan, tokens: torch.Tensor) -> None:
-        """Let the device know the tokens of a plan that is to compute them."""
+        """Write the tokens of a plan, which is to compute them, to the device."""
         if self._places is None:
             slots_and_starts = np.stack([plan.slots, plan.start]).astype(np.int64)
             self._places = upload(slots_and_starts, self._core.device)
@@ -399,7 +399,7 @@ class LockstepBatch:
         return [(gather(keys), gather(values)) for keys, values in runner.cache.layers]
 
     def _follow(self, rows: LockstepRows, moves: RowMoves) -> None:
-        """Let the device's blocks follow rows that moved."""
+        """Copy blocks and write block tables on the device after rows moved."""
         runner = self._core.runner
         runner.follow_stream()
         if moves.sources:

@@ -1,18 +1,18 @@
-"""How often rows that step together may join the steps of requests, so that no short request waits for long calls."""
+"""The throttle that limits how often lockstep rows join steps of requests, so that these do not wait for long calls."""
 
 from __future__ import annotations
 
-# A step of requests alone pays off this part of its time of what a joined step took longer.
+# A step of requests alone reduces the debt (the extra time of a joined step) by this fraction of its own time.
 _PAID = 0.4
-_MEMORY = 0.8  # of what joined steps took before, in the running mean
-_FORGOTTEN = 1.01  # a step alone, with nothing in its way, takes as long as the shortest of late
+_MEMORY = 0.8  # weight of earlier joined steps in the running mean of their time
+_FORGOTTEN = 1.01  # growth per step of the shortest time of a step alone, so that it follows longer sequences
 
 
 class LockstepThrottle:
-    """Seconds of steps with and without joining rows, and what the requests are owed.
+    """Times of steps with and without joining rows, and the debt to the requests.
 
-    A step with many rows takes longer than one with few. Were every other step a long one, a single request would wait
-    most of its time for others' rows. So the time that joining rows cost is paid off by steps without them.
+    A step with many rows takes longer than one with few. If every other step had lockstep rows, a single request would
+    wait for them most of its time. So the extra time of a step with joining rows is paid off by steps without them.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class LockstepThrottle:
         self._debt = 0.0
 
     def may_join(self) -> bool:
-        """May rows join the next step of requests?"""
+        """Return whether rows may join the next step of requests."""
         return self._debt <= 0.0
 
     def took(self, seconds: float, *, joined: bool) -> None:
-        """A step of requests that decoded only, with or without rows that joined it, took so long."""
+        """Note the time of a step in which all requests decoded, with or without joined rows."""
         if joined:
             self._joined = seconds if self._joined is None else _MEMORY * self._joined + (1.0 - _MEMORY) * seconds
             if self._alone is not None:
@@ -35,5 +35,5 @@ class LockstepThrottle:
             self._debt -= _PAID * self._alone
 
     def rest(self) -> None:
-        """No request is left that is owed anything."""
+        """Clear the debt, since no request decodes."""
         self._debt = 0.0

@@ -1,19 +1,19 @@
 """The loop of an engine: a step is scheduled, launched, and committed while the next one runs.
 
-What may stand here:
+Rules for the code of this file:
 
 * The loop knows requests, rows and steps. A feature (stop strings, log-probabilities, grammars, time limits, streaming,
   ...) is a `StepFeature` in `engine/features/`, whose hooks the loop calls through its `FeatureSet`. No flag, field or
-  function of a single feature stands in this file.
-* A request that does not use a feature never meets it: the set holds only what running requests use, and a step asks
-  ``features.having[hook]`` before it prepares anything for a hook.
-* Whatever a hook raises for a request ends that request alone, and `FeatureSet.attempt` is the one place that sees to
-  it. An exception from anywhere else leaves `dirty` set, and the next entry starts over (`EngineState`).
-* What lasts longer than a step stands in `EngineState` (requests, pool, recovery) and `PreparedModel` (the model).
+  function of a single feature is in this file.
+* No code of a feature runs for a request that does not use it: `FeatureSet` keeps the features that unfinished requests
+  use, and a step checks ``features.having[hook]`` before it prepares anything for a hook.
+* An exception of a hook for a request ends that request alone; only `FeatureSet.attempt` does this. An exception of any
+  other code leaves `dirty` set, and the next entry starts over (`EngineState`).
+* State that outlasts a step is in `EngineState` (requests, pool, recovery) and `PreparedModel` (the model).
 
-A step, in order: requests whose time is over end; prompts that came are received; rows of calls in lockstep get ready;
-the scheduler makes a plan; the plan is launched; then the step before it is committed, so that the device has work
-meanwhile. Where the device does not work beside the host (`PagedConfig.overlap`), a step is committed at once.
+A step, in order: requests past their deadline end; new prompts are received; rows of lockstep calls are prepared; the
+scheduler makes a plan; the plan is launched; the step before it is committed while the device runs the new one. Where
+device and host do not overlap (`PagedConfig.overlap`), a step is committed as soon as it is launched.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Scheduler, Sequence, StepPlan
 from hf_paged.scheduler.drafts import NO_DRAFTS, Drafts
 
-Step = tuple[StepPlan, StepHandle]  # that was launched
+Step = tuple[StepPlan, StepHandle]  # a launched step
 
 
 class EngineCore(PreparedModel):
@@ -48,11 +48,11 @@ class EngineCore(PreparedModel):
     @torch.inference_mode(False)  # tensors made under inference mode could not be written outside it later
     @torch.no_grad()
     def step(self, *, look_at_model: bool = False, control_flag: bool = False) -> bool:
-        """Schedule, launch and commit once; False where there was nothing to do, or it has to wait for others.
+        """Schedule, launch and commit once; returns False if nothing was to do, or other threads have to act first.
 
         Args:
-            look_at_model: has it changed under the running requests?
-            control_flag: the step that is launched announces to all ranks that rank 0 has commands.
+            look_at_model: check whether the model changed since the last step.
+            control_flag: announce to all ranks, with the launched step, that rank 0 has commands.
         """
         self.settle()
         waiting = self._joining.waiting() if self.batches else []
@@ -63,7 +63,7 @@ class EngineCore(PreparedModel):
         started = time.perf_counter()
         if self.pool.moved():
             self.restart_over_a_new_pool()
-        runner = self.pool.runner  # its device is the model's: that was just compared
+        runner = self.pool.runner  # on the model's device, as `moved` has just checked
         device = runner.device if runner is not None else self._executor.kv_spec().device
         self.dirty, self.stepping_thread = True, threading.get_ident()
         try:
@@ -89,7 +89,7 @@ class EngineCore(PreparedModel):
                                      time.perf_counter(), device_times.take())
                     self.observers.tell("launched", event)
                 previous, self._in_flight = self._in_flight, launched
-                self.note_use()  # a look at what a call has made takes a while: the device has work meanwhile
+                self.note_use()  # a look through young objects (`gc`) takes long: behind the launch the device has work
                 self._commit_beside(previous, launched, joining, device)
                 self._joining.note_pace(plan, joined=bool(joining), overlapped=self._in_flight is not None,
                                         seconds=time.perf_counter() - started)
@@ -105,16 +105,16 @@ class EngineCore(PreparedModel):
 
     def _get_ready(self, scheduler: Scheduler, waiting: list[LockstepBatch],
                    look_at_model: bool) -> tuple[Joined | None, bool]:
-        """What comes before a plan: requests end and arrive, the model is looked at, and rows get ready to join.
+        """Prepare a step before its plan: end late requests, receive new ones, check the model, prepare joining rows.
 
         Returns:
-            What `JoiningRows.prepare` does, and whether the model was compared with what it was.
+            The result of `JoiningRows.prepare`, and whether the model was checked for changes.
         """
         for request in self.features.due() if self.features.having["due"] else ():
             self.end(request, "timeout")
         with self._executor.compared_once():
             self._receive(scheduler)
-            # Where requests run, the device has a step to compute meanwhile; rows alone look afterwards.
+            # With requests the check runs while the device computes a step; rows alone are checked behind their launch.
             look_now = look_at_model or (bool(waiting) and bool(self.requests))
             if self.features.having["model_may_differ"]:
                 look_now |= self.features.model_may_differ()
@@ -126,7 +126,7 @@ class EngineCore(PreparedModel):
 
     def _commit_beside(self, previous: Step | None, launched: Step | None, joining: Joined,
                        device: torch.device) -> None:
-        """Commit the step before the launched one while that runs; the launched one too where nothing overlaps."""
+        """Commit the previous step while the launched one runs; without overlap, commit the launched one as well."""
         overlaps = launched is not None and self._overlaps(device)
         if not overlaps:
             self._commit(previous)
@@ -139,7 +139,7 @@ class EngineCore(PreparedModel):
             self.commit_in_flight()
 
     def _drafts(self, scheduler: Scheduler) -> Drafts:
-        """Tokens that may follow. Where there are any, the step in flight is committed first."""
+        """Return guesses of the next tokens; if there are any, commit the step in flight before."""
         device_type = self.runner.device.type
         if self._in_flight is not None:
             has_drafts = self._in_flight[0].drafts is not None
@@ -173,7 +173,7 @@ class EngineCore(PreparedModel):
         return plan, handle._replace(logits=None)
 
     def _take_launch_back(self, plan: StepPlan | None, joining: Joined) -> None:
-        """Everything is where it was before this step: nothing of it may stay published, and what ran runs anew."""
+        """Undo a failed launch: no block of the step stays published, and its rows are computed again."""
         assert self.scheduler is not None
         self.commit_in_flight()
         if plan is not None:
@@ -183,12 +183,11 @@ class EngineCore(PreparedModel):
         self.dirty = False
 
     def _begin_masks(self, plan: StepPlan, previous: Step | None, joining: Joined, *, beside: bool) -> None:
-        """Begin to make the masks of a launched step, which is to draw its tokens under them (`_draw_in_flight`).
-
-        They need the tokens of the step before, ``previous`` where that is not committed yet, and not its commit.
+        """Begin to make the masks under which a launched step is to sample (`_draw_in_flight`).
 
         Args:
-            beside: while this thread goes on.
+            previous: the step before if it is not committed yet; the masks need its tokens, but not its commit.
+            beside: make the masks while this thread goes on.
         """
         assert self._masking is not None
         try:
@@ -200,14 +199,14 @@ class EngineCore(PreparedModel):
             is_parallel = self._executor.group.is_parallel
             self._pending = self._masking.masks(plan, before, beside=beside and not is_parallel)
             if is_parallel:
-                self._draw_in_flight()  # which all ranks do at one place, whatever they do between steps
+                self._draw_in_flight()  # now: later, ranks might run its collectives in different orders
         except Exception:
             self._in_flight, self._pending = previous, None
             self._take_launch_back(plan, joining)
             raise
 
     def _draw_before(self, plan: StepPlan | None, joining: Joined) -> None:
-        """Draw the tokens of the step in flight, which the next one begins with."""
+        """Sample the tokens of the step in flight, which are inputs of the next step."""
         assert self.scheduler is not None
         try:
             if plan is not None and not joining:
@@ -220,7 +219,7 @@ class EngineCore(PreparedModel):
             raise
 
     def _draw_in_flight(self) -> None:
-        """Have the step in flight draw its tokens under the masks that it waits for."""
+        """Sample the tokens of the step in flight under its masks."""
         assert self._in_flight is not None and self._pending is not None
         plan, handle = self._in_flight
         pending, self._pending = self._pending, None
@@ -228,12 +227,12 @@ class EngineCore(PreparedModel):
             self._in_flight = plan, self.runner.sample(handle, pending.take())
 
     def _parameters(self, admitted: list[Sequence]) -> list[SlotParameters]:
-        """What the device has to know of requests that get their slot, which start now."""
+        """Return the slot parameters of requests that were just admitted, and note their start."""
         now, parameters = time.monotonic(), []
         for sequence in admitted:
             request = self.requests[sequence.request_id]
             parameters.append(request.parameters)
-            if request.started is None:  # else it runs again
+            if request.started is None:  # else the request was preempted and runs again
                 request.started = now
             if self.features.having["started"]:
                 self.features.started(request)
@@ -280,7 +279,7 @@ class EngineCore(PreparedModel):
             self.observers.tell("delivered", plan)
 
     def _count(self, plan: StepPlan, accepted: np.ndarray) -> None:
-        """Note what a step brought in the totals, and in requests the time of their first token."""
+        """Add a step's results to the totals, and note the time of first tokens."""
         self.totals["generated"] += len(accepted)
         if plan.drafts is not None:
             self.totals["drafts"] += int((plan.drafts >= 0).sum())
@@ -289,7 +288,7 @@ class EngineCore(PreparedModel):
             self._note_first_tokens(plan, accepted)
 
     def _note_first_tokens(self, plan: StepPlan, accepted: np.ndarray) -> None:
-        """The rows that computed the end of a prompt have their first token, but for those that run again."""
+        """Note the time of the first token of requests whose prompt ended in this step; preempted ones keep theirs."""
         now = time.monotonic()
         for row in accepted[accepted >= plan.num_decode_rows].tolist():
             request = self._request_with(plan.sequences[row])
@@ -303,7 +302,7 @@ class EngineCore(PreparedModel):
                 self.end(request, sequence.finish_reason or "error")
 
     def _request_with(self, sequence: Sequence) -> Request | None:
-        """The request of a sequence, unless it has ended: another may have its id by now."""
+        """Return the request of a sequence; None if it has ended, also if a new request has its id."""
         request = self.requests.get(sequence.request_id)
         return request if request is not None and request.sequence is sequence else None
 

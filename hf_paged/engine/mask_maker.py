@@ -1,4 +1,4 @@
-"""Bit masks of the tokens that may follow in rows under grammars, made on the host, also beside other work."""
+"""Bit masks of the tokens that may follow in rows under grammars, made on the host, also in another thread."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hf_paged.engine.matchers import Matcher, XGrammarMatcher
 from hf_paged.sampling.token_mask import HostMasks
 
 THREADS = max(1, min(12, num_cores() * 3 // 4))  # of xgrammar: more take longer to start than they save
-_FEWEST_IN_THREADS = 4  # rows: fewer are filled before threads have started
+_FEWEST_IN_THREADS = 4  # rows: fewer are filled in less time than threads take to start
 
 
 class MaskMaker:
-    """Makes masks of matchers on the host, in memory from which they are sent to the device.
+    """The maker of matchers' masks, in a buffer on the host from which they are copied to the device.
 
-    There is one buffer: masks have to be on the device, and the host has to know it, before the next ones are made.
-    The host waits for a step's tokens before it makes the masks of the next step, and that is enough.
+    There is one buffer, so that a copy has to be done before the next masks are made. This holds since the host waits
+    for the tokens of a step before it makes the masks of the next one.
     """
 
     def __init__(self, num_logits: int, device: torch.device) -> None:
@@ -37,19 +37,19 @@ class MaskMaker:
         _makers.add(self)
 
     def make(self, matchers: Sequence[Matcher | None]) -> HostMasks:
-        """Masks of R rows, some of which have a matcher. They are good until the next ones are begun.
+        """Return masks of R rows, some of which have a matcher; valid until the next masks are begun.
 
         Raises:
-            RuntimeError: of a matcher.
+            RuntimeError: a matcher raised it.
         """
         masks, given = self._laid_out(matchers)
         self._fill(given, masks.words)
         return masks
 
     def begin(self, matchers: Sequence[Matcher | None]) -> Callable[[], HostMasks]:
-        """`make` in a thread, which holds Python's lock for a moment only; what is returned waits for the end.
+        """Start `make` in a thread, which holds the GIL only briefly; returns a function that waits for the result.
 
-        Until then nobody may use the matchers. Raises as `make`, here or there.
+        Until that function returns, no other code may use the matchers. Both raise as `make`.
         """
         masks, given = self._laid_out(matchers)
         others = [i for i, matcher in enumerate(given) if type(matcher) is not XGrammarMatcher]
@@ -63,7 +63,7 @@ class MaskMaker:
         begun = threading.Lock()
         begun.acquire()
         job = self._job = self._thread.submit(self._fill_batch, given, masks.words, begun)
-        begun.acquire()  # else the thread would wait until this one lets go of Python's lock, as late as that may be
+        begun.acquire()  # waits until the thread runs: it would otherwise start only when this one releases the GIL
 
         def end() -> HostMasks:
             job.result()
@@ -72,13 +72,13 @@ class MaskMaker:
         return end
 
     def wait(self) -> None:
-        """Until nothing is being made; what raises does so where it is waited for in the end."""
+        """Wait for masks that are being made; an exception is raised by the function that `begin` returned."""
         if self._job is not None:
             self._job.exception()
 
     def _laid_out(self, matchers: Sequence[Matcher | None]) -> tuple[HostMasks, list[Matcher]]:
-        """Room for the masks, and the matchers that are to fill its lines."""
-        self.wait()  # after an interrupt something may still write to the buffer
+        """Return a buffer for the masks, and the matchers that fill its lines."""
+        self.wait()  # after an interrupt the thread may still write to the buffer
         given = [matcher for matcher in matchers if matcher is not None]
         lines = np.full(len(matchers), -1, np.int32)
         lines[[row for row, matcher in enumerate(matchers) if matcher is not None]] = np.arange(len(given))
@@ -93,7 +93,7 @@ class MaskMaker:
                 matcher.fill(words[i])
 
     def _fill_batch(self, given: list[Matcher], words: torch.Tensor, begun: threading.Lock | None = None) -> None:
-        """Fill the lines of those of xgrammar in its threads."""
+        """Fill the lines of xgrammar's matchers, in threads of xgrammar."""
         if begun is not None:
             begun.release()
         if self._batch is None:
@@ -114,12 +114,12 @@ _makers: weakref.WeakSet[MaskMaker] = weakref.WeakSet()
 
 
 def wait_for_all() -> None:
-    """Before a fork: the child would have matchers that a thread which it lacks is in the middle of."""
+    """Wait for all threads before a fork, which would copy matchers in the middle of a change, but not the thread."""
     for maker in list(_makers):
         maker.wait()
 
 
 def forget_threads() -> None:
-    """In the child of a fork: start other threads the next time."""
+    """Forget the parent's threads in the child of a fork, which starts new ones when it needs them."""
     for maker in list(_makers):
         maker._thread = None

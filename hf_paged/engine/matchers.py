@@ -1,4 +1,4 @@
-"""Grammars that outputs follow token by token, and where each output is in its grammar."""
+"""Grammars that outputs follow token by token, and matchers, which hold the position of an output in its grammar."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch
 
 
 class Matcher(Protocol):
-    """Where one output is in its grammar."""
+    """Protocol of a matcher, which holds the position of one output in its grammar."""
 
     @property
     def is_over(self) -> bool:
-        """Has the output ended: by a stop token, or because nothing can follow and there is no stop token?"""
+        """Whether the output has ended: by a stop token, or because no token can follow and there is no stop token."""
 
     def accept(self, token: int) -> bool:
-        """Go on by a token; False, going nowhere, where the grammar does not allow it."""
+        """Advance by a token; returns False, and does not advance, if the grammar does not allow the token."""
 
     def fill(self, words: torch.Tensor) -> None:
-        """Write which tokens may follow to ``words`` [W] int32 on the CPU (see `TokenMasks`)."""
+        """Write a bit mask of the tokens that may follow to ``words`` [W] int32 on the CPU (see `TokenMasks`)."""
 
 
 class Grammar(Protocol):
-    """A compiled grammar, which any number of outputs may follow."""
+    """Protocol of a compiled grammar, which any number of outputs may follow."""
 
     def matcher(self, eos: tuple[int, ...]) -> Matcher:
-        """At the begin of an output that ends at one of ``eos``."""
+        """Return a matcher at the start of an output that ends at one of ``eos``."""
 
 
 class XGrammar:
@@ -33,9 +33,9 @@ class XGrammar:
 
     Args:
         compiled: a `xgrammar.CompiledGrammar`.
-        keeps_stop_tokens: a complete output may be followed by the stop tokens that the grammar was compiled with, and
-            by no others; otherwise by what ends the request and is one of those, or a special token; or else by all
-            that ends the request. What may follow a complete output does not stand inside of one.
+        keeps_stop_tokens: only the stop tokens that the grammar was compiled with may follow a complete output.
+            Otherwise the request's EOS tokens that are such stop tokens or special tokens may follow or, if there are
+            none, all of its EOS tokens. A token that may follow a complete output cannot occur inside of one.
         special: the special tokens of the tokenizer.
     """
 
@@ -47,27 +47,27 @@ class XGrammar:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes, about."""
+        """The approximate memory of the grammar."""
         return int(self._compiled.memory_size_bytes)
 
     def matcher(self, eos: tuple[int, ...]) -> XGrammarMatcher:
         from xgrammar import GrammarMatcher
 
         own, num_tokens = self._compiled.tokenizer_info.stop_token_ids, self._compiled.tokenizer_info.vocab_size
-        eos = tuple(token for token in eos if 0 <= token < num_tokens)  # others never come
+        eos = tuple(token for token in eos if 0 <= token < num_tokens)  # other ids cannot occur
         known = self._special.union(own)
         stops = own if self._keeps_stop_tokens else [token for token in eos if token in known] or list(eos) or own
         return XGrammarMatcher(GrammarMatcher(self._compiled, override_stop_tokens=list(stops) or None), bool(stops),
                                -(-num_tokens // 32))
 
     def may_begin(self) -> bool:
-        """Is there a token that an output can begin with?"""
+        """Return whether an output can begin with some token."""
         matcher = self.matcher(())
         return matcher.is_over or not matcher.is_at_end()
 
 
 class XGrammarMatcher:
-    """`Matcher` of an `XGrammar`.
+    """The `Matcher` of an `XGrammar`.
 
     Attributes:
         inner: the `xgrammar.GrammarMatcher`.
@@ -88,13 +88,13 @@ class XGrammarMatcher:
         self.inner.fill_next_token_bitmask(words[None])
 
     def fork(self) -> XGrammarMatcher:
-        """Another one, at the same place."""
+        """Return another matcher at the same position."""
         copy = XGrammarMatcher(self.inner.fork(), self._has_stops, self._num_words)
         copy.is_over = self.is_over
         return copy
 
     def is_at_end(self) -> bool:
-        """Can no token follow?"""
+        """Return whether no token can follow."""
         words = torch.empty(self._num_words, dtype=torch.int32, device="cpu")
         self.fill(words)
         return not words.any()

@@ -1,4 +1,4 @@
-"""What may watch an engine: its steps and the requests in them, each told at the point where it happens."""
+"""Observers of an engine: objects whose methods the loop calls for each event of its steps and requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ class Launched(NamedTuple):
     """A step that was just launched; its device work may not have begun. Times are of `time.perf_counter`.
 
     Attributes:
-        plan: of the rows of requests; None: only rows of calls in lockstep were computed, and no commit comes.
-        number: of the step, counted from 1 (`EngineStats.num_steps` from now on).
-        joined: plans of rows of calls in lockstep that are computed in front of the plan's own.
-        num_preempted: requests that had to give their blocks back for the step.
-        began: when the engine turned to this step.
+        plan: the plan of the rows of requests. None if the step computes only rows of lockstep calls: then no
+            `Committed` follows.
+        number: number of the step, counted from 1 (`EngineStats.num_steps` after the launch).
+        joined: plans of rows of lockstep calls, which are computed in front of the plan's own rows.
+        num_preempted: number of requests that were preempted for the step.
+        began: when the engine began to prepare the step.
         scheduled: when the plan was made.
-        launched: when the last of it was enqueued.
-        pieces: graphs and eager steps of it, where somebody asks for them (`device_times`); none on a CPU.
+        launched: when the last work of the step was enqueued.
+        pieces: device times of the step's graphs and eager parts, while `device_times` records them; empty on a CPU.
     """
 
     plan: StepPlan | None
@@ -40,14 +41,15 @@ class Launched(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """A step whose tokens were just taken in, before the requests end that end with it. Times as in `Launched`.
+    """A step whose tokens were just committed; requests that end with the step have not ended yet. Times as in
+    `Launched`.
 
     Attributes:
-        plan: the very object of its `Launched`; plans are committed in the order in which they were launched.
-        tokens: [R] int64 of its rows; undefined for rows that sample nothing, -1 where logits were invalid.
+        plan: the same object as in the `Launched` of the step; plans are committed in the order of their launches.
+        tokens: [R] int64, a token of each row; undefined for rows that sample nothing, -1 if logits were invalid.
         accepted: [N] rows, ascending, whose token was appended to its request.
-        waited: when the engine began to wait for the device.
-        ready: when the tokens were there.
+        waited: when the engine began to wait for the tokens.
+        ready: when the tokens had been copied to the host.
     """
 
     plan: StepPlan
@@ -58,57 +60,57 @@ class Committed(NamedTuple):
 
 
 class Observer(Protocol):
-    """Told of everything by the thread that steps, which holds the engine's lock: it has to be quick, to change
-    nothing, and to call nothing that waits. One that raises is not told anything any more.
+    """Protocol of an observer. A class may leave methods out; an observer that raises is removed.
 
-    What a class leaves out is not told to its objects.
+    The thread that steps calls the methods while it holds the engine's lock: a method has to be quick, must change
+    nothing, and must call nothing that waits.
 
-    Where it began to watch while requests ran, it is told of the commit of a step whose launch it was not told of, and
-    of ends of requests that it never saw come.
+    An observer that was added while requests ran may get a `Committed` whose `Launched` came earlier, and ends of
+    requests for which `queued` was not called.
     """
 
     def queued(self, request: Request) -> None:
-        """A request came (of a sharded model: reached this rank's scheduler)."""
+        """Handle a request that was queued (with a sharded model: on this rank's scheduler)."""
 
     def launched(self, step: Launched) -> None:
-        """A step was launched. Requests in ``step.plan.admitted`` run from now on, for the first time or again."""
+        """Handle a launched step. Requests in ``step.plan.admitted`` run from now on, for the first time or again."""
 
     def committed(self, step: Committed) -> None:
-        """The tokens of a step were taken in."""
+        """Handle a step whose tokens were committed."""
 
     def delivered(self, plan: StepPlan) -> None:
-        """All that a committed step brought was handed out: tokens that are streamed, and the ends of requests."""
+        """Handle a committed step whose outputs, streamed tokens and completions, are all in their sessions."""
 
     def finished(self, request: Request, output: StepOutput) -> None:
-        """A request ended, with its last output."""
+        """Handle a request that ended with this last output."""
 
     def started_over(self, unfinished: list[Request]) -> None:
-        """Launched steps that were not committed never will be. These requests wait anew, with their output or without;
-        any other one that had not `finished` is gone without an output.
+        """Handle a restart: launched steps that were not committed never will be. The ``unfinished`` requests are
+        queued again, with or without their output; any other request for which `finished` was not called was dropped.
 
-        Follows an interrupt, a launch that raised, or a model that went to another device."""
+        A restart follows an interrupt, a launch that raised, or a model that was moved to another device."""
 
 
 class Observers:
-    """Those of one engine.
+    """The observers of one engine.
 
     Attributes:
-        all: the observers. An engine without any pays for a look at this.
+        all: the observers; empty if there is none, so that a step without observers only reads this tuple.
     """
 
     def __init__(self) -> None:
         self.all: tuple[Any, ...] = ()
 
     def add(self, observer: Observer) -> None:
-        """Tell it what happens from now on."""
+        """Call an observer from now on."""
         self.all = (*self.all, observer)
 
     def remove(self, observer: Observer) -> None:
-        """Tell it nothing any more; one that is not there is left alone."""
+        """Stop calling an observer; does nothing if it is not registered."""
         self.all = tuple(one for one in self.all if one is not observer)
 
     def tell(self, what: str, *args: Any) -> None:
-        """Call this method of each."""
+        """Call the method named ``what`` of each observer that has it; remove an observer that raises."""
         for observer in self.all:
             try:
                 if (told := getattr(observer, what, None)) is not None:

@@ -1,4 +1,4 @@
-"""Outlines' own automata as grammars: what its processor over `outlines_core` would allow a row."""
+"""Outlines' automata (`outlines_core`) as grammars that allow a row the same tokens as Outlines' logits processor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class OutlinesIndex:
-    """`Grammar` of an `outlines_core.Index`."""
+    """The `Grammar` of an `outlines_core.Index`."""
 
     def __init__(self, index: Any) -> None:
         self._index = index
@@ -20,7 +20,7 @@ class OutlinesIndex:
 
 
 class OutlinesMatcher:
-    """`Matcher` of an `OutlinesIndex`. The request's own EOS ends the output."""
+    """The `Matcher` of an `OutlinesIndex`. The request's own EOS ends the output."""
 
     is_over = False
 
@@ -29,10 +29,10 @@ class OutlinesMatcher:
 
     def accept(self, token: int) -> bool:
         try:
-            # Where it is finished, Outlines stays there for any token that does not go on.
+            # As in Outlines, a finished guide ignores a token that it does not accept.
             if not self._guide.is_finished() or self._guide.accepts_tokens([token]):
                 self._guide.advance(token_id=token, return_tokens=False)
-        except Exception:  # of its Rust: no such transition
+        except Exception:  # its Rust code has no such transition
             return False
         return True
 

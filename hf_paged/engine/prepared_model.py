@@ -1,4 +1,4 @@
-"""The model that an engine's steps run: what changed in it, and what then happens to requests and cached blocks."""
+"""The model that an engine's steps run: detection of changes, and their effect on requests and cached blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hf_paged.scheduler import Scheduler, Sequence
 
 
 class PreparedModel(EngineState):
-    """Compares the model with what it was when the runner was prepared for it, and prepares the runner anew."""
+    """The part of the loop that compares the model with its last prepared state, and prepares the runner again."""
 
     def compute_under(self, autocast: torch.dtype | None) -> bool:
-        """Let what comes next be computed under this autocast; False where what runs now needs another.
+        """Compute later requests under this autocast; returns False if running requests need another one.
 
-        Keys and values of another dtype, and all that belongs to them, go.
+        A pool of another dtype is dropped.
         """
         if autocast == self._executor.autocast:
             return True
@@ -30,11 +30,11 @@ class PreparedModel(EngineState):
         return True
 
     def receive_rows(self, prompts: list[Sequence]) -> None:
-        """Prepare the runner for prompts that come beside the requests; sets their cache key."""
+        """Prepare the runner for prompts of lockstep rows, and set their cache keys."""
         self._receive_sequences(self.scheduler_or_build(), prompts)
 
     def model_changed(self) -> bool:
-        """Prepare the runner anew where the model computes something else than when prompts were last received."""
+        """Prepare the runner again if the model changed since it was last prepared; returns whether it changed."""
         if self._executor.state_key(compares_tensors=False) == self._state_key:
             if not self._executor.copies_are_stale():
                 return False
@@ -45,10 +45,10 @@ class PreparedModel(EngineState):
         return True
 
     def weights_written(self) -> None:
-        """The weights are others since the last `drain`, whatever storages and counters say."""
+        """Treat the weights as changed since the last `drain`, even if storages and version counters are the same."""
         if not self._executor.group.is_parallel:
-            self.recover_if_dirty()  # what the writer's own calls of the engine left
-        self._state_key = b""  # whatever else of the model changed with them is no version of its own
+            self.recover_if_dirty()  # an interrupt inside the update may have left a change half done
+        self._state_key = b""  # whatever else changed in this update belongs to the same weights version
         if self.scheduler is None:
             self._guard.announce(None, is_busy=False)
         elif self.pool.moved():
@@ -66,19 +66,19 @@ class PreparedModel(EngineState):
         self.weights_in_doubt = False
 
     def settle(self) -> None:
-        """Before a step: recover from an interrupt, also from one in the end of an update of the weights."""
+        """Recover from an interrupt before a step, also from an interrupt at the end of a weight update."""
         self.recover_if_dirty()
         if self.weights_in_doubt:
             self.weights_written()
 
     def trust_cache(self) -> None:
-        """Wait for the checksum that `receive_rows` started."""
+        """Wait for the checksum of the weights that `receive_rows` started."""
         if self._guard.pending:
             assert self.scheduler is not None
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
 
     def model_mark(self) -> ModelMark:
-        """What the model computed when prompts were last received."""
+        """Return a fingerprint of what the model computed when prompts were last received."""
         config = self._config
         options = {"merge_weights": config.merge_weights, "fused_kernels": config.fused_kernels,
                    "one_launch": config.one_launch}
@@ -86,11 +86,11 @@ class PreparedModel(EngineState):
             return ModelMark(options, self._executor.autocast, self._state_key, self._guard.checksum())
 
     def weights_moved(self) -> bool:
-        """Do storage and version counters say that the weights are others than when prompts were received?"""
+        """Return whether storages or version counters of weights changed since prompts were last received."""
         return self._guard.changed(full=False)
 
     def _receive(self, scheduler: Scheduler) -> None:
-        """Prompts arrived: is the runner ready for the model as it is now, and may older cache content be used?"""
+        """Receive new requests: prepare the runner for the model as it is now, and check older cached blocks."""
         if arrivals := self._table.take_arrivals():
             self._end_unfit(arrivals)
             self._receive_sequences(scheduler, [request.sequence for request in arrivals if request in self._table])
@@ -104,8 +104,8 @@ class PreparedModel(EngineState):
             assert self.pool.runner is not None
             changed = key != self._state_key or not self.pool.runner.is_current()
             changed = changed or (caching and self._guard.changed(full=would_hit))
-            if not self._executor.group.any(changed):  # all ranks compute anew, or none
-                if self._executor.has_copies:  # what comes is computed with the weights as they are
+            if not self._executor.group.any(changed):  # if one rank computes again, all ranks have to
+                if self._executor.has_copies:  # what arrived must not be computed with stale copies
                     self._refresh_copies()
                 return
             self._leave_old_model(scheduler)
@@ -121,20 +121,21 @@ class PreparedModel(EngineState):
                 self._guard.verify(manager.block_pool)
 
     def _refresh_copies(self) -> None:
-        """Renew copies of weights in the middle of requests, which go on with the new ones as without copies."""
+        """Renew copies of weights while requests run; these continue with the new values, as they would without copies.
+        """
         if self._executor.copies_are_stale():
-            self.commit_in_flight()  # other layers may need other copies
+            self.commit_in_flight()  # before `_prepare`, which may drop copies that the step in flight reads
             self._prepare()
         self.runner.follow_stream()
         self._executor.refresh(self._guard.fresh())
 
     def _leave_old_model(self, scheduler: Scheduler) -> None:
-        """The model changed under running requests: they compute their keys and values again, or keep what they have.
+        """Preempt running requests after a change of the model: their keys and values are computed again, or kept.
 
-        Everyone after computes with the new one.
+        All later steps compute with the changed model.
         """
         self.commit_in_flight()
-        self._executor.compare_again()  # a tokenizer or a stop rule may have run
+        self._executor.compare_again()  # the commit may have run code of the user (a tokenizer, a stop rule)
         scheduler.preempt_all(but_keepers=True)
         for batch in self.batches:
             batch.invalidate_prefix()
@@ -154,12 +155,12 @@ class PreparedModel(EngineState):
         self._use_keys([request.sequence for request in self.requests.values()], self._state_key)
 
     def _end_unfit(self, requests: list[Request]) -> None:
-        """End those that cannot run on the model as it is; nothing of them is in flight."""
+        """End the requests that cannot run on the model as it is now; none of their tokens may be in flight."""
         for request, error in self.features.unfit(requests) if self.features.having["unfit"] else ():
             self.end(request, "error", error)
 
     def _use_keys(self, sequences: list[Sequence], state_key: bytes) -> None:
-        """Under which the prefix cache keeps their blocks: of the model as it is, or of the adapter that they name."""
+        """Set the key under which the prefix cache keeps each sequence's blocks: of the model, or of its adapter."""
         keys: dict[str | None, bytes] = {None: state_key}
         for sequence in sequences:
             if (name := sequence.adapter) not in keys:

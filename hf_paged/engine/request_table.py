@@ -1,4 +1,4 @@
-"""The unfinished requests of an engine core in one table, out of which a request goes as a whole."""
+"""The table of an engine's unfinished requests, from which a request is removed as a whole."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hf_paged.engine.session import Request
 
 
 class RequestTable:
-    """The unfinished requests, those among them that no step has received yet, and the features that they use.
+    """The unfinished requests, the arrivals (which no step has received yet), and the features of each request.
 
-    `remove` is the only way out, and takes a request out of everything here and out of its session: no part of the
-    table can name a request that has ended.
+    Only `remove` and `clear` take requests out. `remove` takes a request out of every part of the table and out of its
+    session, so that no part can refer to a request that has ended.
 
     Args:
-        features: get to know the requests.
+        features: the features, with which requests are registered.
 
     Attributes:
-        by_id: all of them by their ids, to be read only.
+        by_id: all unfinished requests by id, read-only.
     """
 
     def __init__(self, features: FeatureSet) -> None:
@@ -32,11 +32,11 @@ class RequestTable:
         return self._by_id.get(request.sequence.request_id) is request
 
     def add(self, request: Request, *, arrives: bool) -> None:
-        """Take a request in.
+        """Add a request.
 
         Args:
-            request: One whose id is not in use.
-            arrives: It is an arrival, which the next step receives.
+            request: a request whose id is not in use.
+            arrives: the request is an arrival, which the next step receives.
         """
         # The session comes second: after an interrupt in between, a request that no session has open is dropped.
         self._by_id[request.request_id] = request.session.open[request.request_id] = request
@@ -45,22 +45,22 @@ class RequestTable:
         self._features.add(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is; one that is not in the table leaves the table as it is."""
+        """Remove a request from its session and from the table, if the table has it."""
         if request.is_open:
             del request.session.open[request.request_id]  # first, for the same reason as in `add`
         if request in self:
             self._arrivals.pop(request.request_id, None)
             del self._by_id[request.request_id]
-            self._features.remove(request)  # last: what a feature raises then ends no request
+            self._features.remove(request)  # last: an exception of a feature must not end the request a second time
 
     def clear(self) -> None:
-        """Remove all requests; their sessions keep them."""
+        """Remove all requests from the table, but not from their sessions."""
         self._arrivals.clear()
         self._by_id.clear()
         self._features.keep(())
 
     def take_arrivals(self) -> list[Request]:
-        """The requests that came since the last call."""
+        """Return the requests that were added since the last call."""
         arrivals, self._arrivals = self._arrivals, {}
         return list(arrivals.values())
 

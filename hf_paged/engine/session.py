@@ -1,4 +1,4 @@
-"""Requests as they are asked for and as they run, and the session of the caller who waits for them."""
+"""New and running requests, and the session of the caller who waits for their outputs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ NAN_ERROR = "the model's logits hold NaN, or no finite value to sample from"
 
 @dataclass(frozen=True)
 class NewRequest:
-    """A request that is asked for: a checked prompt and all that is settled about it. None as the id: one is made.
+    """A request to add: a checked prompt and its settings.
 
-    ``made``: the output that it goes on from, also checked; None: it begins.
-    ``grammar``: what its tokens have to follow, where that is compiled already.
-    ``autocast``: the dtype to which its caller's forwards cast (`ModelExecutor.autocast_of_call`), or None.
+    ``request_id``: None has the engine make an id.
+    ``made``: the checked output of an earlier request that this one continues, or None.
+    ``grammar``: the compiled grammar of ``settings.structured``, or None if it is not compiled yet.
+    ``autocast``: the dtype to which autocast of the caller casts (`ModelExecutor.autocast_of_call`), or None.
     """
 
     prompt: list[int]
@@ -45,13 +46,14 @@ class NewRequest:
 
 
 class TopAsked(NamedTuple):
-    """``most`` of the likeliest tokens, which steps bring under this name of `TOPS`."""
+    """The number of likeliest tokens that a request reports (``most``), and the name in `TOPS` of the step's result."""
 
     name: str
     most: int
 
     def dict_of(self, found: np.ndarray, token: int, logprob: float) -> dict[int, float]:
-        """What a step found for one place, [2, width] as in `Top`, with the token that stands there."""
+        """Return log-probabilities by token id: the likeliest of ``found`` ([2, width] as in `Top`) and the token that
+        stands at this position."""
         scores, ids = found[:, : self.most].tolist()
         known = {int(i): score for i, score in zip(ids, scores, strict=True) if score > -math.inf}
         known[token] = logprob
@@ -60,14 +62,14 @@ class TopAsked(NamedTuple):
 
 @dataclass
 class LastOutput:
-    """The last output of a request in the making.
+    """The last output of a request, which features may change before it is handed out.
 
     Attributes:
         token_ids: the whole output.
-        fresh: the end of it that the caller has not got yet.
+        fresh: the last tokens of the output, which were not handed out yet.
         reason: the `finish_reason`.
-        error: what went wrong, if anything did.
-        completion, output: further fields of the `Completion` and of the `StepOutput` that has it.
+        error: the error message of a request that failed, or None.
+        completion, output: further fields of the `Completion`, and of the `StepOutput` that contains it.
     """
 
     token_ids: list[int]
@@ -82,36 +84,36 @@ class LastOutput:
 class Request:
     """One request of a session; `sequence` is replaced by a fresh one when the engine recovers from an interrupt.
 
-    Features set and read the fields that are theirs; of a request that does not use them these stay as they are here.
+    Each feature sets and reads its own fields, which keep their defaults if the request does not use the feature.
     """
 
     sequence: Sequence
     settings: RequestSettings
     parameters: SlotParameters
     session: Session
-    features: tuple[Any, ...] = ()  # each `StepFeature` that it uses
+    features: tuple[Any, ...] = ()  # each `StepFeature` that the request uses
     text: TextStream | StopStringBuffer | None = None
     stop: StopRule | None = None
-    made: PreviousOutput | None = None  # output that was there when it came
+    made: PreviousOutput | None = None  # the output of an earlier request that this one continues
     grammar: Grammar | None = None
-    matcher: Matcher | None = None  # of the grammar, behind the committed output
+    matcher: Matcher | None = None  # of the grammar, with the committed output accepted
     # Whether the matcher accepted the token of the next commit, or what it raised; None if it has not seen the token.
     speculative_accept: bool | Exception | None = None
-    num_emitted: int = 0  # of the output, that among it
+    num_emitted: int = 0  # output tokens that were handed out, those of `made` included
     error: str | None = None
-    num_kept: int | None = None  # output tokens before the step in which the request failed; None: it did not
-    logprobs: list[float | None] | None = None  # of the committed output, where asked for
-    logprobs_kind: str | None = None  # which ones
-    prompt_logprobs: list[float | None] | None = None  # None in it: not known yet, and for the first token for good
+    num_kept: int | None = None  # output tokens before the step in which the request failed; None if it did not fail
+    logprobs: list[float | None] | None = None  # of the committed output; None if the settings have none
+    logprobs_kind: str | None = None  # the kind of log-probabilities of the output
+    prompt_logprobs: list[float | None] | None = None  # an item is None until it is computed, the first one always
     top: TopAsked | None = None
-    top_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # with `top`, as `logprobs`
+    top_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # with `top`, parallel to `logprobs`
     prompt_top: TopAsked | None = None
-    prompt_top_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # with it, as `prompt_logprobs`
+    prompt_top_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # parallel to `prompt_logprobs`
     ending: StopPolicy = PLAIN_ENDING
-    draft_tokens: int = 0  # guesses of a step, at most
+    draft_tokens: int = 0  # the most guesses of a step
     deadline: float | None = None  # of `time.monotonic`
-    version_runs: list[VersionRun] = field(default_factory=list)  # of the output, but for what the present weights made
-    thread: int = field(default_factory=threading.get_ident)  # whose caller waits for it
+    version_runs: list[VersionRun] = field(default_factory=list)  # of output tokens of earlier weights
+    thread: int = field(default_factory=threading.get_ident)  # of the caller
     queued: float = field(default_factory=time.monotonic)  # this and the next two as in `Timings`
     started: float | None = None
     first_token: float | None = None
@@ -122,11 +124,12 @@ class Request:
 
     @property
     def is_open(self) -> bool:
-        """Does its session wait for it?"""
+        """Whether the request is open in its session."""
         return self.session.open.get(self.request_id) is self
 
     def restart(self, made: list[int]) -> None:
-        """Begin again behind the first tokens of the output, which stay: other weights would make other ones."""
+        """Restart with a fresh sequence that keeps ``made``, the first tokens of the output: they were handed out, and
+        other weights would generate others."""
         old = self.sequence
         self.sequence = Sequence(
             old.request_id,
@@ -144,7 +147,7 @@ class Request:
         self.error = self.num_kept = None
 
     def completed(self) -> StepOutput:
-        """The last output, of a sequence that the scheduler ended."""
+        """Return the last output of a request whose sequence the scheduler has ended."""
         sequence, error = self.sequence, self.error
         token_ids = list(sequence.output_token_ids)[: self.num_kept]
         reason = "error" if error is not None else sequence.finish_reason or "abort"
@@ -163,7 +166,7 @@ class Request:
 
 
 def failed_output(sequence: Sequence, num_emitted: int, error: str) -> StepOutput:
-    """The last output of a request for which not even `Request.completed` can be asked."""
+    """Return the last output of a request whose `Request.completed` raised."""
     token_ids = list(sequence.output_token_ids)
     completion = Completion(token_ids, None, "error", sequence.prompt_token_ids,
                             num_cached_tokens=sequence.num_cached_tokens, error=error,
@@ -174,21 +177,24 @@ def failed_output(sequence: Sequence, num_emitted: int, error: str) -> StepOutpu
 
 
 def copy_ids(request_id: str | None, copies: int) -> list[str | None]:
-    """Ids of the requests of one prompt, of which there are several with ``num_return_sequences``."""
+    """Return an id for each of the ``copies`` requests that ``num_return_sequences`` makes of one prompt."""
     if request_id is None or copies == 1:
         return [request_id] * copies
     return [f"{request_id}#{copy}" for copy in range(copies)]
 
 
 def is_copy(request_id: str, of: str) -> bool:
-    """Is this an id that `copy_ids` makes of the other?"""
+    """Return whether ``request_id`` is one of the ids that `copy_ids` makes of the id ``of``."""
     start, number = request_id[: len(of) + 1], request_id[len(of) + 1 :]
     return start == f"{of}#" and number.isdecimal()
 
 
 @dataclass(eq=False)
 class Session:
-    """With ``stream`` every token is delivered as it comes, otherwise only completions; ``text``: decoded, too."""
+    """The requests of one caller and the outputs that wait for that caller.
+
+    With ``stream`` each token is handed out when it is committed, otherwise only completions; ``text``: with text.
+    """
 
     stream: bool
     text: bool = True
@@ -197,16 +203,17 @@ class Session:
     last: tuple[object, StepOutput, int] | None = None  # as of `hand_out`
 
     def hand_out(self, request: object, output: StepOutput, num_emitted: int) -> None:
-        """Have an output wait for the caller. ``num_emitted``: tokens of the request that the caller has then."""
-        self.last = request, output, num_emitted  # first: after an interrupt `last_of` tells whether it waits here
+        """Append an output to the outbox. ``num_emitted``: tokens of the request handed out, this output included."""
+        self.last = request, output, num_emitted  # set first: after an interrupt, `last_of` checks the outbox
         self.outbox.append(output)
 
     def last_of(self, request: object) -> tuple[StepOutput, int] | None:
-        """The last output, if it is this request's and was not fetched, and how many tokens the caller has with it."""
+        """Return the last output and its ``num_emitted`` if it belongs to this request and is in the outbox; else None.
+        """
         if self.last is None or self.last[0] is not request or all(one is not self.last[1] for one in self.outbox):
             return None
         return self.last[1:]
 
     def unfinished(self) -> bool:
-        """True while a request is open or an output was not fetched."""
+        """Return whether a request is open or an output waits in the outbox."""
         return bool(self.open or self.outbox)

@@ -1,4 +1,4 @@
-"""Rules that end a request and that the scheduler does not know: stop strings and the end of a call's time."""
+"""Rules that end a request outside of the scheduler: stop strings and the time limit of a call (``max_time``)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from hf_paged.engine.text import StopTexts, TextStream
 
 
 class CachedStopStrings:
-    """transformers' criterion for some strings, which takes a while to make, and what it was made from."""
+    """A `StopStringCriteria` of transformers, which takes long to make, and the tokenizer's state at that time."""
 
     def __init__(self, tokenizer: Any, strings: tuple[str, ...]) -> None:
         self._made_from = tokenizer_traits(tokenizer), strings
-        # Held, so that no other object gets their ids.
+        # References, so that no other object gets the ids which `tokenizer_traits` compares.
         self._held = tokenizer, getattr(tokenizer, "backend_tokenizer", None)
-        with torch.device("cpu"):  # its tensors take the default device
+        with torch.device("cpu"):  # its tensors would be made on the caller's default device
             self.criterion = StopStringCriteria(tokenizer, list(strings))
 
     def is_of(self, tokenizer: Any, strings: tuple[str, ...]) -> bool:
-        """Would the criterion be the same if it were made now? Asked with every request: no look at each token."""
+        """Return whether the criterion still fits; called for each request, and so without comparing all tokens."""
         return (tokenizer_traits(tokenizer), strings) == self._made_from
 
 
 def tokenizer_traits(tokenizer: Any) -> tuple:
-    """What a tokenizer's stop strings depend on: tokens are added to it, and parts of it replaced, in place."""
+    """Return the state of a tokenizer on which stop strings depend, which changes when the tokenizer is changed in
+    place."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     size = len(tokenizer) if hasattr(tokenizer, "__len__") else len(tokenizer.get_vocab())
@@ -37,17 +38,17 @@ def tokenizer_traits(tokenizer: Any) -> tuple:
 
 
 def deadline_after(max_time: float | None) -> float | None:
-    """The `time.time` at which seconds that begin now are over; None: never."""
+    """Return the `time.time` that is ``max_time`` seconds from now, or None for None."""
     return None if max_time is None else time.time() + max_time
 
 
 class StopRule:
-    """What ends one request besides EOS and its length.
+    """A rule that ends one request at a stop string or a deadline.
 
     Args:
-        strings: transformers' own criterion for the request's stop strings, or None. Requests of one call share it.
-        deadline: of `time.time`, or None; a request gets its first token however late it is.
-        before: tokens that stock would see in front of the prompt (left padding), and the prompt.
+        strings: transformers' criterion for the request's stop strings, or None. Requests of one call share it.
+        deadline: of `time.time`, or None; a request gets its first token even after it.
+        before: the left padding with which stock would see the prompt, and the prompt.
     """
 
     def __init__(self, strings: StopStringCriteria | None, deadline: float | None, before: list[int]) -> None:
@@ -61,18 +62,18 @@ class StopRule:
         self.tail = deque(self.before, maxlen=self.strings.maximum_token_len if self.strings is not None else 0)
 
     def resume(self, tokens: list[int]) -> bool:
-        """Begin behind output of before; True: its last token is one at which the request ends."""
+        """Restart behind an earlier output; returns whether the request ends at its last token."""
         self.restart()
         for token in tokens:
             self.push(token)
         return bool(tokens) and self.which_stop([self])[0]
 
     def without_deadline(self) -> StopRule | None:
-        """What is left for ranks whose clocks do not count; None: nothing."""
+        """Return the rule without its deadline, for ranks whose clocks do not count; None if nothing is left."""
         return StopRule(self.strings, None, self.before) if self.strings is not None else None
 
     def push(self, token: int) -> Hashable:
-        """Take a token in. Rules for which equal keys are returned can be given to one call of `which_stop`."""
+        """Append a token, and return a key: `which_stop` can check rules with equal keys in one call."""
         if self.strings is None:
             return None
         self.tail.append(token)
@@ -80,7 +81,7 @@ class StopRule:
 
     @staticmethod
     def which_stop(rules: list[Any]) -> list[bool]:
-        """Of rules of one key: does the last token end the request?"""
+        """Return for each of the rules, which have one key, whether the last token ends its request."""
         criterion: Any = rules[0].strings
         if criterion is None:
             return [False] * len(rules)
@@ -89,18 +90,18 @@ class StopRule:
         return hits
 
     def is_late(self, now: float) -> bool:
-        """Is the time of the call over?"""
+        """Return whether the deadline has passed."""
         return self.deadline is not None and now > self.deadline
 
 
 class TextStopRule(StopRule):
-    """Ends a request whose output, decoded with its special tokens, holds one of some texts.
+    """A rule that ends a request whose output, decoded with its special tokens, contains one of some texts.
 
-    Unlike transformers' criterion, which looks at every token of the vocabulary first (seconds for a large one), it
-    costs nothing to make, and it finds characters that several tokens make up. Text of the prompt does not count.
+    Making the rule is cheap, while transformers' criterion reads every token of the vocabulary first (seconds for a
+    large one); the rule also finds characters that consist of several tokens. Text of the prompt does not count.
 
     Args:
-        texts: none of them empty.
+        texts: the stop texts, none of them empty.
         tokenizer: decodes the output.
         deadline: as in `StopRule`.
     """
@@ -111,7 +112,7 @@ class TextStopRule(StopRule):
         super().__init__(None, deadline, [])
 
     def restart(self) -> None:
-        self._stream: TextStream | None = None  # other ranks get the rule before its first token, as bytes
+        self._stream: TextStream | None = None  # made at the first token: other ranks get the rule pickled before it
         self._watch, self.is_met = StopTexts(self._texts), False
 
     def without_deadline(self) -> StopRule:
@@ -123,7 +124,7 @@ class TextStopRule(StopRule):
         self._watch.push(self._stream.push([token]))
         self.is_met = self._watch.is_met
         if self.is_met:
-            self._watch = StopTexts(self._texts)  # output of before may go on behind one
+            self._watch = StopTexts(self._texts)  # `resume` may push an earlier output that continues behind a text
         return TextStopRule
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The text of a request: decoded as it grows or as a whole, what ended it, and whether that is part of the text."""
+"""The text of a request: decoded incrementally or as a whole, with or without the stop string that ended it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class TextStream:
-    """Decodes tokens as they come. The pieces join up to the decoded whole.
+    """An incremental decoder of tokens. Its pieces concatenate to the text of all tokens.
 
-    A piece is held back while it ends inside a character. tokenizers' `DecodeStream` does the work where the
-    tokenizer is a fast one; others are decoded as a whole each time.
+    A piece is held back while it ends inside a character. Fast tokenizers decode with tokenizers' `DecodeStream`;
+    with others, all tokens are decoded each time.
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
@@ -21,7 +21,7 @@ class TextStream:
         self.restart([])
 
     def restart(self, token_ids: Sequence[int]) -> None:
-        """Start anew behind `token_ids`, which were pushed before."""
+        """Restart behind `token_ids`, whose text was returned before."""
         self._stream = None
         if self._backend is not None:
             from tokenizers.decoders import DecodeStream
@@ -32,7 +32,7 @@ class TextStream:
         self.push(list(token_ids))
 
     def push(self, token_ids: list[int]) -> str:
-        """The text that `token_ids` add, as far as it is certain."""
+        """Append `token_ids`, and return the text that they add, without an incomplete character at its end."""
         if self._stream is not None:
             piece = "".join(self._stream.step(self._backend, token) or "" for token in token_ids)
         else:
@@ -43,63 +43,63 @@ class TextStream:
         return piece
 
     def finish(self, text: str) -> str:
-        """What is still missing of the whole `text`."""
+        """Return the rest of the whole `text` that was not returned yet."""
         return text[len(self._text) :] if text.startswith(self._text) else ""
 
 
 class StopTexts:
-    """The text of one answer as it grows, up to the first of its stop texts.
+    """A filter that cuts a growing text at the first of some stop texts.
 
     Args:
-        texts: none of them empty.
-        keeps: the stop text that ended the answer is part of it.
+        texts: the stop texts, none of them empty.
+        keeps: keep the stop text as the end of the text.
 
     Attributes:
-        is_met: one of them came; nothing of the answer follows any more.
-        met: the one whose last character came first; of several that end there, the longest. None: none came.
+        is_met: a stop text was found; no text follows.
+        met: the stop text whose last character came first, of several that end there the longest; or None.
     """
 
     def __init__(self, texts: tuple[str, ...], keeps: bool = False) -> None:
         self._texts = texts
         self._keeps = keeps
-        self._held = ""  # its beginning may be that of a stop text
+        self._held = ""  # text that may be the beginning of a stop text
         self.is_met = False
         self.met: str | None = None
 
     def push(self, piece: str) -> str:
-        """What may be sent now that `piece` came."""
+        """Append `piece`, and return the text that is certain now."""
         if self.is_met or not piece:
             return ""
         text = self._held + piece
         found = [(at + len(stop), at, stop) for stop in self._texts if (at := text.find(stop)) >= 0]
         if found:
             self.is_met, self._held = True, ""
-            end, start, self.met = min(found)  # what came first, however the text is cut into pieces
+            end, start, self.met = min(found)  # by its end, so that the cut into pieces makes no difference
             return text[: end if self._keeps else start]
         start = len(text) - max((self._overlap(text, stop) for stop in self._texts), default=0)
         self._held = text[start:]
         return text[:start]
 
     def finish(self) -> str:
-        """What was held back, once no more text comes."""
+        """Return the text that was held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that `stop` begins with."""
+        """Return the length of the longest end of `text` that `stop` begins with."""
         most = min(len(text), len(stop) - 1)
         return next((length for length in range(most, 0, -1) if text.endswith(stop[:length])), 0)
 
 
 def cut(text: str, texts: tuple[str, ...], keeps: bool = False) -> tuple[str, bool]:
-    """A whole answer up to its first stop text, and whether there was one."""
+    """Return a text up to its first stop text, and whether there was one."""
     watch = StopTexts(texts, keeps)
     return watch.push(text) + watch.finish(), watch.is_met
 
 
 class StopStringBuffer:
-    """A `TextStream` up to the first of some stop texts: what may be the beginning of one is held back."""
+    """A `TextStream` up to the first of some stop strings; text that may be the beginning of one is held back."""
 
     def __init__(self, stream: TextStream, stop_strings: tuple[str, ...]) -> None:
         self._stream = stream
@@ -111,31 +111,31 @@ class StopStringBuffer:
         self._text = ""
 
     def restart(self, token_ids: Sequence[int]) -> None:
-        """Start anew behind `token_ids`, which were pushed before."""
+        """Restart behind `token_ids`, whose text was returned before."""
         self._begin()
         self._stream.restart([])
         self.push(list(token_ids))
 
     def push(self, token_ids: list[int]) -> str:
-        """The text that `token_ids` add, as far as it is certain."""
+        """Append `token_ids`, and return the text that is certain now."""
         piece = self._watch.push(self._stream.push(token_ids))
         self._text += piece
         return piece
 
     def finish(self, text: str) -> str:
-        """What is still missing of the whole `text`."""
+        """Return the rest of the whole `text` that was not returned yet."""
         return text[len(self._text) :] if text.startswith(self._text) else ""
 
 
 @dataclass(frozen=True)
 class StopPolicy:
-    """What a request says of its text; the defaults are what `model.generate` with a tokenizer would show.
+    """The text settings of a request. The defaults give the text of `model.generate` with a tokenizer.
 
     Attributes:
-        stop_strings: end the request.
-        stop_token_ids: likewise, those that are no EOS.
-        keeps_stop: what ended it is part of its text.
-        skips_special: special tokens are no part of it.
+        stop_strings: the strings that end the request.
+        stop_token_ids: the tokens that end the request and are no EOS tokens.
+        keeps_stop: the text contains the stop string or token that ended the request.
+        skips_special: the text contains no special tokens.
     """
 
     stop_strings: tuple[str, ...] = ()
@@ -144,12 +144,12 @@ class StopPolicy:
     skips_special: bool = True
 
     def stream(self, tokenizer: Any) -> TextStream | StopStringBuffer:
-        """Decodes the tokens as they come."""
+        """Return an incremental decoder of the request's text."""
         text = TextStream(tokenizer, skip_special_tokens=self.skips_special)
         return text if self.keeps_stop or not self.stop_strings else StopStringBuffer(text, self.stop_strings)
 
     def reason(self, finish_reason: str, token_ids: list[int], tokenizer: Any) -> tuple[str, str | int | None]:
-        """The finish reason as a caller sees it, and what ended the request."""
+        """Return the public finish reason, and the stop string or token that ended the request, or None."""
         if finish_reason == "eos" and token_ids and token_ids[-1] in self.stop_token_ids:
             return "stop", token_ids[-1]
         if finish_reason != "stop":
@@ -161,7 +161,7 @@ class StopPolicy:
         return finish_reason, watch.met
 
     def text(self, finish_reason: str, token_ids: list[int], tokenizer: Any) -> str:
-        """The whole text of a request that ended so, by the scheduler's word for it."""
+        """Return the whole text of a request that ended with the scheduler's ``finish_reason``."""
         cuts = not self.keeps_stop
         if cuts and finish_reason == "eos":
             token_ids = token_ids[:-1]

@@ -1,8 +1,8 @@
-"""Where the last tokens of a text stood before, in that text or in others, so that what followed there can be guessed.
+"""An index of texts that finds where the last tokens of a text occurred before, to guess the tokens that follow.
 
-Runs of three tokens are chained to the one before, as in LZ77 compressors (RFC 1951, section 4), and of those in a
-chain the one with the longest text before it in common is taken. So a token costs one entry of a dict and one of a list
-(a suffix tree's nodes take several times that), and the look-up a bounded number of comparisons.
+Each run of three tokens is chained to the previous equal run, as in LZ77 compressors (RFC 1951, section 4), and a
+look-up takes the run of the chain with the longest common text before it. So a token costs one dict entry and one list
+entry (nodes of a suffix tree take several times that), and a look-up a bounded number of comparisons.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-NGRAM = 3  # fewer tokens in common say little about what comes
+NGRAM = 3  # tokens in common at least: fewer predict the next token badly
 _MOST_CANDIDATES = 32
 _MOST_COMMON = 32
 _NOWHERE = -1
 _POSITION_BITS = 32
-_TOKEN_BITS = 21  # keys of other tokens may be equal, too: what a chain leads to is compared
+_TOKEN_BITS = 21  # different runs may have equal keys: a look-up compares the tokens themselves
 
 
 class Match(NamedTuple):
@@ -32,19 +32,19 @@ class TokenIndex:
     """Texts of token ids, each of which may grow at its end.
 
     Attributes:
-        num_tokens: of all texts.
-        texts: all of them; they grow by `extend` alone.
+        num_tokens: number of tokens of all texts.
+        texts: the texts; only `extend` may change them.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self.texts: list[list[int]] = []
-        self._before: list[list[int]] = []  # of each chained token: the place of the equal run before its own
+        self._before: list[list[int]] = []  # for each chained token, the place of the previous equal run
         self._latest: dict[int, int] = {}  # key of a run -> place of the last token of its latest occurrence
-        self._grown: set[int] = set()  # texts some of whose tokens are not chained yet
+        self._grown: set[int] = set()  # texts with tokens that are not chained yet
 
     def add(self, tokens: Sequence[int]) -> int:
-        """A new text; returns its number."""
+        """Add a text, and return its number."""
         text = len(self.texts)
         before = np.full(len(tokens), _NOWHERE, np.int64)
         if len(tokens) >= NGRAM:
@@ -65,13 +65,13 @@ class TokenIndex:
         return text
 
     def extend(self, text: int, tokens: Sequence[int]) -> None:
-        """A text grows. It is chained when it is next looked for, so that a text that is followed costs nothing."""
+        """Append tokens to a text. They are chained by the next look-up, so that `extend` itself is cheap."""
         self.texts[text] += tokens
         self.num_tokens += len(tokens)
         self._grown.add(text)
 
     def look_up(self, text: int) -> Match | None:
-        """Where the end of a text stood before and something follows: of the latest places the longest match."""
+        """Return the longest match of the text's end among its latest occurrences with a next token, or None."""
         while self._grown:
             self._chain(self._grown.pop())
         tokens, best = self.texts[text], None
@@ -93,7 +93,7 @@ class TokenIndex:
         return best
 
     def continuation(self, text: int, match: Match, count: int) -> list[int]:
-        """At most `count` tokens from a match of `text` on; where a text repeats its own end, it goes on doing so."""
+        """Return at most `count` tokens after a match of `text`; a match in the text's own end is repeated."""
         found = self.texts[match.text]
         tokens = found[match.position : match.position + count]
         if match.text == text and tokens:
@@ -112,5 +112,5 @@ class TokenIndex:
 
 
 def _key(tokens: list[int], position: int) -> int:
-    """Of the run that ends there."""
+    """Return the key of the run of three tokens that ends at ``position``."""
     return (tokens[position - 2] << 2 * _TOKEN_BITS) ^ (tokens[position - 1] << _TOKEN_BITS) ^ tokens[position]

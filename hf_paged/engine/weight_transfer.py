@@ -1,4 +1,4 @@
-"""Named tensors into the weights of a model whose engine holds still, on every rank that holds a part of it."""
+"""Transfer of named tensors into a model's weights, on every rank of the model, while the engine runs no step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hf_paged.parallel.adapters import add_adapter, remove_adapter
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.named_weights import NamedWeights, ShardRange, check_tensor, write
 
-# What `named_weights` brings from the ranks at a time.
+# The most bytes that `named_weights` gathers from the ranks at a time.
 BUCKET_BYTES = 256 << 20
 
 
 class Tensor(NamedTuple):
-    """Its rows follow. `is_known`: another name brought what it covers, which it is compared with."""
+    """A message before the rows of a tensor. `is_known`: a tied name was written before, and is compared with it."""
 
     name: str
     is_known: bool
 
 
 class NewAdapter(NamedTuple):
-    """Its tensors follow."""
+    """A message before the tensors of a new adapter."""
 
     name: str
     config: Any
@@ -35,7 +35,7 @@ class NewAdapter(NamedTuple):
 
 
 class NoAdapter(NamedTuple):
-    """It is gone."""
+    """A message that an adapter is removed."""
 
     name: str
 
@@ -44,14 +44,14 @@ class NoAdapter(NamedTuple):
 
 
 class WeightLoader:
-    """Writes the tensors of one `Engine.load_weights` where they belong.
+    """A loader that writes the tensors of one `Engine.load_weights` into the weights.
 
     Args:
-        model: this rank's.
-        group: over whose ranks tensors are sent; `SINGLE` where each rank is given them itself.
-        together: entered for each tensor that is sent.
+        model: this rank's model.
+        group: the ranks to which tensors are sent; `SINGLE` if each rank's caller has the tensors.
+        together: makes a context that is entered for each tensor that is sent.
         partial: some tensors may be missing.
-        only: names of the tensors that may come, if not all may.
+        only: the names that are accepted; None for all names of the model.
     """
 
     def __init__(self, model: Any, group: ParallelGroup, together: Callable[[], AbstractContextManager], *,
@@ -62,7 +62,7 @@ class WeightLoader:
         self._written: list[str] = []
 
     def checked(self, weights: Any) -> Iterable[Any]:
-        """What can be looked at before anything is written is; an iterator is not."""
+        """Return the pairs, which are checked before anything is written; an iterator is returned unchecked."""
         if not isinstance(weights, Iterable) or isinstance(weights, torch.Tensor):
             raise TypeError(f"weights: expected a dict of tensors or pairs of a name and a tensor, got "
                             f"{type(weights).__name__}")
@@ -80,10 +80,10 @@ class WeightLoader:
         return pairs
 
     def __call__(self, pairs: Iterable[Any]) -> None:
-        """Write them as they come.
+        """Check and write one pair after the other.
 
         Raises:
-            PartlyLoadedError: anything that is raised once a tensor was written.
+            PartlyLoadedError: any error after the first tensor was written.
         """
         try:
             for pair in pairs:
@@ -96,11 +96,11 @@ class WeightLoader:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Names of the tensors that were."""
+        """The names of the tensors that were written."""
         return tuple(self._written)
 
     def _place(self, pair: Any) -> Any:
-        """Where a pair goes; None: nowhere, as with transformers."""
+        """Return the weight of a pair after checking it; None for a name that transformers ignores, too."""
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"weights: expected pairs of a name and a tensor, got {type(pair).__name__}")
         name, tensor = pair
@@ -138,7 +138,7 @@ def _unequal(name: str, other: str) -> ValueError:
 
 
 def receive(model: Any, group: ParallelGroup) -> None:
-    """Take part in what rank 0 does with the weights, until its update is over."""
+    """Receive weights and adapters from rank 0 until its update ends."""
     weights: NamedWeights | None = None
     while (what := group.broadcast()) is not None:
         if isinstance(what, Tensor):
@@ -150,7 +150,7 @@ def receive(model: Any, group: ParallelGroup) -> None:
 
 
 def buckets(model: Any) -> Iterator[tuple[str, ...]]:
-    """Names of a model's weights, as many together as `BUCKET_BYTES` hold."""
+    """Yield the names of a model's weights in buckets of at most `BUCKET_BYTES`, or of one tensor."""
     weights, bucket, size = NamedWeights(model), list[str](), 0
     for name in weights:
         nbytes = weights.nbytes(name)

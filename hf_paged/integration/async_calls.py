@@ -1,4 +1,4 @@
-"""Calls of a `PagedGenerator` that are awaited: made in a thread, run by an `EngineThread`."""
+"""Awaited calls of a `PagedGenerator`: their requests are made in a thread and run by an `EngineThread`."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ CLOSED = "the generator was closed, or its model disabled, while this call ran: 
 
 
 class _Loops:
-    """What an `EngineThread` has to hand over to event loops: of each loop everything at once, after each turn."""
+    """Callbacks that an `EngineThread` hands over to event loops after each turn, all of a loop at once."""
 
     def __init__(self) -> None:
         self._news: dict[asyncio.AbstractEventLoop, list[tuple[AsyncCall, Callable[[], None]]]] = {}
 
     def tell(self, call: AsyncCall, receive: Callable[[], None]) -> None:
-        """Have `receive` called on the loop of a call."""
+        """Queue `receive`, to be called on the event loop of a call."""
         self._news.setdefault(call.loop, []).append((call, receive))
 
     def deliver(self) -> None:
-        """Hand everything over; where a loop is closed, the requests of its calls end."""
+        """Hand all callbacks over; if a loop is closed, the requests of its calls end."""
         news, self._news = self._news, {}
         for loop, receivers in news.items():
             try:
@@ -50,9 +50,9 @@ class _Loops:
 
 
 class AsyncCall(EngineCall):
-    """The requests of one call, and their outputs on the event loop that was running when it was made.
+    """The requests of one awaited call, with their outputs on the event loop that runs when the object is made.
 
-    Only that loop's thread uses `begin`, `outputs` and `close`.
+    Only that loop's thread may use `begin`, `outputs` and `close`.
     """
 
     def __init__(self, thread: EngineThread, loops: _Loops, *, stream: bool) -> None:
@@ -66,16 +66,16 @@ class AsyncCall(EngineCall):
         self._changed = asyncio.Event()
 
     async def begin(self, requests: list[NewRequest]) -> list[str | ValueError]:
-        """Queue the requests of the call, once: of each its id, or what is wrong with it; as `Engine.add_all`."""
+        """Queue the requests of the call; called once. Returns ids or errors, as `Engine.add_all`."""
         self.thread.submit(lambda: self._add(requests))
         return await self._added
 
     async def outputs(self) -> list[StepOutput]:
-        """Those that came since the last time, once there are any; an empty list after the last one.
+        """Wait for new outputs, and return them; returns an empty list after the last one.
 
         Raises:
-            EngineClosedError: the engine was closed before.
-            Exception: what the engine raised in a step, which ended the requests of every call of the thread.
+            EngineClosedError: the engine was closed before the requests ended.
+            Exception: an exception of a step, which ended the requests of every call of the thread.
         """
         while not self._outputs and not self._is_over:
             self._changed.clear()
@@ -86,7 +86,7 @@ class AsyncCall(EngineCall):
         return outputs
 
     def close(self) -> None:
-        """End what is still running, before the next step; waits for nothing."""
+        """End unfinished requests before the next step, without waiting."""
         if not self._is_over:
             self.thread.submit(lambda: self.thread.drop(self))
 
@@ -95,7 +95,7 @@ class AsyncCall(EngineCall):
     def _add(self, requests: list[NewRequest]) -> None:
         try:
             added = self.thread.add(self, requests)
-        except BaseException as error:  # it is the caller's
+        except BaseException as error:  # raised to the caller by `begin`, and must not end the thread
             self._tell(error=error)
         else:
             self._tell(added=added)
@@ -129,11 +129,11 @@ def _call_all(functions: list[Callable[[], None]]) -> None:
 
 
 class AsyncCalls:
-    """Those of one generator, of whatever event loops.
+    """The awaited calls of one generator, on any event loops.
 
     Args:
-        engine: runs them.
-        maker: makes their requests.
+        engine: the engine that runs the requests.
+        maker: the maker of the requests.
     """
 
     def __init__(self, engine: Engine, maker: RequestMaker) -> None:
@@ -142,7 +142,7 @@ class AsyncCalls:
         self.thread = EngineThread(lambda: engine, lingers=True, after_turn=self._loops.deliver)
 
     async def outputs(self, call: Call) -> AsyncIterator[tuple[int, StepOutput]]:
-        """As `PagedGenerator.stream`."""
+        """Yield the items of `PagedGenerator.stream`."""
         self._check(call)
         call.check_for_stream()
         asked = await self._asked(call)
@@ -153,28 +153,28 @@ class AsyncCalls:
                     yield number, output
 
     async def _asked(self, call: Call) -> list[PlannedCompletion]:
-        """The requests of a call, made in a thread."""
+        """Make the requests of a call in a thread."""
         seed = call.seed
-        if not isinstance(seed, (list, tuple)):  # drawn here: in the order in which calls are made
+        if not isinstance(seed, (list, tuple)):  # drawn here, so that seeds follow the order of calls, not of threads
             seed = base_seed(seed, self._engine.config.seed)
         call = replace(call, seed=seed)
-        if call.structured is not None:  # else as many threads as there are wait for slow ones
+        if call.structured is not None:  # awaited here: slow forms would block all threads of the executor
             await self._compiled(call.structured)
         return await asyncio.to_thread(_under_this_autocast(self._engine), lambda: self._maker.make(call))
 
     async def _compiled(self, structured: Any) -> None:
-        """Wait until the forms of a call are compiled, or refused; where the call is cancelled, they are as well."""
+        """Wait until the forms of a call are compiled or refused; cancelling the call cancels their compilation."""
         begun: Future[list[Future[Any]]] = Future()
         try:
             await asyncio.to_thread(lambda: begun.set_result(self._maker.begin_forms(structured)))
-        except asyncio.CancelledError:  # while the thread may be about to begin them
+        except asyncio.CancelledError:  # the thread may still start compilations, which are cancelled then
             begun.add_done_callback(lambda done: [one.cancel() for one in done.result()])
             raise
         await asyncio.gather(*map(asyncio.wrap_future, begun.result()), return_exceptions=True)
 
     async def _run(self, call: Call, asked: list[PlannedCompletion], *,
                    stream: bool) -> AsyncGenerator[tuple[int, StepOutput], None]:
-        """The outputs of requests as they come; without ``stream`` only the last one of each."""
+        """Yield the outputs of requests with the indexes of their completions; without ``stream`` only last outputs."""
         running = AsyncCall(self.thread, self._loops, stream=stream)
         try:
             requests = wanted(asked)
@@ -189,7 +189,7 @@ class AsyncCalls:
             running.close()
 
     async def completions(self, call: Call) -> list[Completion]:
-        """As `PagedGenerator.generate` returns them."""
+        """Return the completions of `PagedGenerator.generate`."""
         self._check(call)
         asked = await self._asked(call)
         with paths.counting(self._engine) as counted:
@@ -207,7 +207,7 @@ class AsyncCalls:
 
 
 def _under_this_autocast(engine: Engine) -> Callable[[Callable[[], T]], T]:
-    """Calls a function, in another thread, under the autocast of this one."""
+    """Return a function that calls its argument, in another thread, under this thread's autocast."""
     device = engine.model.device.type
     is_on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 

@@ -1,6 +1,6 @@
-"""Which enabled model has which engine.
+"""The engines of enabled models.
 
-The engine is not kept on the model: state_dict, pickles, copies and `vars(model)` stay stock's.
+The engine is no attribute of the model, so that its state_dict, pickles, copies and `vars(model)` stay stock's.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ ENGINES: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDic
 
 
 def engine_of(model: Any) -> Engine | None:
-    """The engine of a causal LM, or None where it is not enabled and nobody asks what it would do."""
+    """Return the engine of a causal LM; None if it is not enabled and `hf_paged.explain` is not examining it."""
     engine = asked()
     return engine if engine is not None and engine.model is model else ENGINES.get(model)
 
 
 def renew_engine(model: PreTrainedModel, config: PagedConfig) -> None:
-    """Give an enabled model an engine of another config; its requests end."""
+    """Replace the engine of an enabled model by one with another config; unfinished requests end."""
     old = ENGINES[model]
     engine = Engine(model, config, tokenizer=old.tokenizer)
     old.shutdown()
-    if ENGINES.get(model) is old:  # not disabled by another thread in the meantime
+    if ENGINES.get(model) is old:  # else another thread has disabled the model, which must stay so
         ENGINES[model] = engine

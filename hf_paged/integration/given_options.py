@@ -1,8 +1,8 @@
-"""The options that logits processors carry out, read off the objects themselves: stock's own, or the caller's.
+"""Options read off logits processor objects, which stock made or the caller gave.
 
-A caller may give transformers' processors as objects, besides or in place of those of the config. What counts is the
-list that stock's loop would apply: if its processors are those that stock makes of *some* config, in an order that
-makes no difference to stock's, that config says what the engine has to do.
+A caller may give transformers' processors as objects, besides or in place of options of the config. The list that
+stock's loop would apply decides: if stock would make these processors of *some* config, in an order that gives the same
+scores, the engine carries that config out.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ _UNREAD = ("stop_strings", "max_time", *(option.name for option in OPTIONS.value
 
 
 def is_known(kind: type) -> bool:
-    """Can the options of a processor of this very class be read off it?"""
+    """Return whether the option of a processor of exactly this class can be read off the object."""
     return kind in _READ
 
 
 def is_warper(processor: Any) -> bool:
-    """Does stock apply a processor of this very class behind those that its caller gives?"""
+    """Return whether stock applies a processor of exactly this class behind processors of the caller."""
     return _RANK.get(type(processor), -1) >= _RANK[TemperatureLogitsWarper]
 
 
 def is_mask(processor: Any) -> bool:
-    """May the processor change places with others that write -inf?"""
+    """Return whether the processor only writes -inf, so that it commutes with others that do."""
     return _order(processor) == MASK
 
 
 def config_of(config: GenerationConfig, given: Iterable[Any], width: int, eos: tuple[int, ...],
               max_length: int) -> GenerationConfig:
-    """`config` with the options that `given` processors (all `is_known`) carry out in place of its own.
+    """Return `config` with the options of the `given` processors (all `is_known`) in place of its own.
 
     Args:
-        width: tokens of the padded prompts.
+        width: number of tokens of the padded prompts.
         eos: the tokens that end rows.
-        max_length: with the prompt, where all rows end.
+        max_length: the length at which all rows end, the padded prompt included.
     """
     read = copy.copy(config)
     fields = vars(read)
@@ -65,12 +65,12 @@ def config_of(config: GenerationConfig, given: Iterable[Any], width: int, eos: t
 
 
 def min_new_tokens(config: GenerationConfig, width: int) -> int:
-    """Of a config's two minimum lengths, which both count where a processor stands for each, the longer output."""
+    """Return the larger of a config's two minimum lengths, in new tokens; stock applies both."""
     return max(config.min_new_tokens or 0, (config.min_length or 0) - width, 0)
 
 
 def in_stocks_order(given: Iterable[Any]) -> list[Any] | None:
-    """The processors in the order of stock's own; None where that order could make other scores."""
+    """Return the processors in stock's order; None if that order may give other scores."""
     given = list(given)
     for first, second in itertools.combinations(given, 2):
         if _RANK[type(first)] > _RANK[type(second)] and not _commute(first, second):

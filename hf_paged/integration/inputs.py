@@ -1,4 +1,4 @@
-"""What stock generate hands to a decoding method besides settings: ids, mask, positions, cache."""
+"""Checks of the inputs that stock generate passes to a decoding method: ids, mask, positions, cache."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _CACHE = "Leave the cache out: the prefix cache finds earlier tokens by itself, 
 
 def paged_prompts(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
                   model_kwargs: dict[str, Any]) -> list[list[int]] | Reason:
-    """The rows without their left padding, or why no paged forward computes them here and now."""
+    """Return the rows without their left padding, or the reason why no paged forward can compute them now."""
     reason = next(input_reasons(engine, input_ids, synced_gpus, model_kwargs), None)
     return prompt_rows(input_ids, model_kwargs) if reason is None else reason
 
 
 def input_reasons(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
                   model_kwargs: dict[str, Any]) -> Iterator[Reason]:
-    """Why no paged forward computes these inputs here and now, whatever the mask says."""
+    """Yield reasons why no paged forward can compute these inputs now, apart from the mask."""
     if engine.is_updating():
         yield Reason("generate was called inside a weight_update() of the same engine", remedy=IN_UPDATE)
     if engine.is_reentrant():
         yield Reason("generate was called from inside a step of the same engine", remedy=FROM_INSIDE)
-    if synced_gpus and not engine.finds_shards():  # over gathered weights ranks do not wait for each other
+    if synced_gpus and not engine.finds_shards():  # ranks with gathered weights need not step together
         yield Reason("synced_gpus=True", remedy="Ranks that wait for each other step by step run in stock. It is not "
                                                 "needed where each rank holds the whole model.")
     if input_ids.dtype not in (torch.int32, torch.int64):
@@ -47,14 +47,14 @@ def input_reasons(engine: Engine, input_ids: torch.Tensor, synced_gpus: bool,
         yield adapters
 
 
-# Arguments of the forward that change no token, whatever their value: why.
+# Arguments of the forward that change no token, whatever their value, with the reason.
 INERT_ARGUMENTS = {
     "labels": "stock's prepare_inputs_for_generation leaves them out: they would only add a loss",
     "num_items_in_batch": "it only divides the loss of labels",
     "tokenizer": "it is generate's own: stop strings and healing are settled before",
     "assistant_tokenizer": "it is generate's own",
 }
-# Those that change none with one of these values.
+# Arguments that change no token if they have one of these values.
 NEUTRAL_ARGUMENTS: dict[str, tuple] = {
     "use_cache": (True, False),  # the engine has a cache in any case; the tokens are the same
     "output_attentions": (False,),
@@ -62,7 +62,7 @@ NEUTRAL_ARGUMENTS: dict[str, tuple] = {
     "output_router_logits": (False,),
 }
 
-# What image-text models are given, and what stock's generate makes of it: when it says that there is text alone.
+# Arguments of image-text models, with a test that is True for values of calls with text alone.
 _OF_IMAGES: dict[str, Callable[[Any], bool]] = {
     "pixel_values": lambda value: False,
     "mm_encoder_outputs": lambda value: type(value) is dict and not value,
@@ -71,7 +71,7 @@ _OF_IMAGES: dict[str, Callable[[Any], bool]] = {
 
 
 def argument_reasons(model_kwargs: dict[str, Any]) -> Iterator[Reason]:
-    """The arguments for the model's forward that a paged forward does not know."""
+    """Yield reasons for arguments of the model's forward that a paged forward does not support."""
     for name, value in model_kwargs.items():
         if value is None or name in INERT_ARGUMENTS or name in ("attention_mask", "position_ids"):
             continue
@@ -92,7 +92,7 @@ def argument_reasons(model_kwargs: dict[str, Any]) -> Iterator[Reason]:
 
 
 def prompt_rows(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list[int]] | Reason:
-    """The rows without their left padding; a reason where the mask or the positions are anything else."""
+    """Return the rows without their left padding, or the reason if mask or positions mean anything else."""
     ids = input_ids.cpu().numpy()
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is None:
@@ -116,7 +116,7 @@ def prompt_rows(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[l
 
 
 def check_token_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
-    """Stock's exception for an id outside the vocabulary; on CUDA its launch would end the process' context."""
+    """Raise stock's IndexError for an id outside the vocabulary, which on CUDA would break the context instead."""
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:
         raise IndexError(f"index out of range in self: input_ids holds {low if low < 0 else high}, "

@@ -1,4 +1,4 @@
-"""One call of a `PagedGenerator` as requests of the engine: everything is checked and settled before anything runs."""
+"""Conversion of a call of a `PagedGenerator` into requests of the engine: all are checked before any of them runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ON_ERROR = ("raise", "complete")
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of `PagedGenerator.generate`, unchecked; `keywords` are those without a name of their own there."""
+    """The unchecked arguments of `PagedGenerator.generate`; `keywords` has those of its ``generate_kwargs``."""
 
     prompts: Any
     generation_config: Any
@@ -58,19 +58,20 @@ class Call:
 
     @classmethod
     def of(cls, prompts: Any, generation_config: Any = None, **keywords: Any) -> Call:
-        """With the defaults of `PagedGenerator.generate`."""
+        """Return the call with these arguments, and the defaults of `PagedGenerator.generate` for others."""
         options = RequestOptions.among(keywords)
         named = {name: keywords.pop(name, DEFAULTS.get(name)) for name in OF_CALL}
         return cls(prompts, generation_config, options=options, keywords=keywords, **named)
 
     @property
     def scores_only(self) -> bool:
-        """Is nothing to be generated?"""
+        """Whether no token is to be generated (``max_new_tokens=0``)."""
         count = self.keywords.get("max_new_tokens")
         return type(count) is int and count == 0
 
     def check(self, vocab_size: int) -> None:
-        """Raise TypeError or ValueError for what is wrong with any prompts; ``vocab_size`` as of `settings_with`."""
+        """Raise TypeError or ValueError for arguments that are wrong for every prompt; ``vocab_size`` as in
+        `settings_with`."""
         check_options(self.options, vocab_size)
         if not isinstance(self.priority, (list, tuple)):
             check_priority(self.priority)
@@ -80,13 +81,13 @@ class Call:
             raise ValueError(f"on_error={self.on_error!r:.80}: expected one of {ON_ERROR}")
 
     def check_for_stream(self) -> None:
-        """Raise ValueError for what is known only when all completions of a prompt have ended."""
+        """Raise ValueError for ``best_of``, which is decided only when all completions of a prompt have ended."""
         if self.best_of is not None:
             raise ValueError(f"best_of={self.best_of!r:.80}: expected None in a stream, whose tokens come before it is "
                              "known which completions are best")
 
     def check_for_tensors(self, vocab_size: int) -> None:
-        """`check` where tensors come in, which `model.generate` takes and gives back."""
+        """Call `check`, and raise ValueError for arguments that are not accepted with tensors."""
         self.check(vocab_size)
         others = {"priority": self.priority != 0, "best_of": self.best_of is not None}
         if asked := [*self.options.asked(), *(name for name, is_asked in others.items() if is_asked)]:
@@ -102,19 +103,19 @@ class Call:
             raise ValueError(f"{', '.join(of_template)}: for the template of chats, and tensors come in; give chats")
 
     def failed(self, index: int, error: Exception, ids: list[int]) -> Completion:
-        """The end of a prompt that cannot run; or its error, with its index, where that ends the call."""
+        """Return the completion of a prompt that cannot run, or raise its error with ``on_error="raise"``."""
         if self.on_error == "raise":
             kinds = UnsupportedOptionError, TypeError, ValueError
             kind = next((kind for kind in kinds if isinstance(error, kind)), None)
             text = error_text(error) if kind is None else str(error)
             raise (kind or ValueError)(f"prompts[{index}]: {text}") from error
-        # The prompt may be that of another copy, which runs.
+        # A copy of the ids, so that no other completion of the prompt has the same list.
         return Completion([], None, "error", list(ids), error=error_text(error))
 
 
 class PlannedCompletion(NamedTuple):
-    """One completion in the making: the number of its prompt, its request or how it ended without one, and how many of
-    those of its prompt are wanted (None: all)."""
+    """A completion to be made: the index of its prompt, its request (or its completion, if it cannot run), and how many
+    of the prompt's completions are returned (``best``; None for all)."""
 
     prompt: int
     what: NewRequest | Completion
@@ -122,10 +123,10 @@ class PlannedCompletion(NamedTuple):
 
 
 class RequestMaker:
-    """Makes the requests of one generator's calls.
+    """The maker of the requests of one generator's calls.
 
     Args:
-        engine: runs them.
+        engine: the engine that runs the requests.
         model: the causal LM.
     """
 
@@ -135,11 +136,11 @@ class RequestMaker:
         self._merges = MergeCache()
 
     def make(self, call: Call) -> list[PlannedCompletion]:
-        """Every completion of the call, in order.
+        """Return every completion of the call, in order.
 
         Raises:
-            ValueError, TypeError: an argument of the call as a whole; with ``on_error="raise"`` also the first prompt
-                that cannot run, by its index.
+            ValueError, TypeError: an argument of the whole call is wrong; with ``on_error="raise"`` also if a prompt
+                cannot run, with the index of the first.
         """
         engine, model = self._engine, self._model
         engine.check_runnable()
@@ -197,7 +198,7 @@ class RequestMaker:
                 if not any(error is one for one in (ids, adapters[index], forms[index])):
                     if not isinstance(error, (TypeError, ValueError)):
                         raise
-                    if config is call.generation_config:  # raises what is wrong whatever the prompt
+                    if config is call.generation_config:  # raises if the error is one of every prompt
                         of_all = options[index] if options[index] is call.options else PLAIN
                         self._settled([0], config, call, read, of_all, None, None)
                 failed = call.failed(index, error, [] if isinstance(ids, Exception) else ids)
@@ -207,7 +208,7 @@ class RequestMaker:
         return asked
 
     def _request_ids(self, given: Any, count: int) -> list[str | None]:
-        """Each prompt's id, of its caller's choice."""
+        """Return each prompt's id of ``request_ids``, or None."""
         seen: set[str] = set()
         for name in (names := one_per_prompt("request_ids", given, count)):
             if name is None:
@@ -220,7 +221,7 @@ class RequestMaker:
         return [None if name is None else str.__str__(name) for name in names]
 
     def _adapters(self, names: Any, count: int) -> list[str | Exception | None]:
-        """Each prompt's adapter, or what is wrong with it."""
+        """Return each prompt's adapter, or the exception that says why the prompt cannot use it."""
         given, check = one_per_prompt("adapter_names", names, count), self._engine.check_adapter
         if names is not None and not isinstance(names, (list, tuple)):
             return [check(names)] * count
@@ -230,11 +231,11 @@ class RequestMaker:
                 for name in given]
 
     def _forms(self, structured: Any, count: int) -> list[Structured | Exception | None]:
-        """Each prompt's form of the output, or what is wrong with it."""
+        """Return each prompt's form of the output, or the exception that says why the form is refused."""
         given, check = one_per_prompt("structured", structured, count), self._engine.check_structured
         if not isinstance(structured, (list, tuple)) or isinstance(structured, Structured):
             return [check(structured)] * count
-        begun = self.begin_forms(structured)  # side by side
+        begun = self.begin_forms(structured)  # so that all forms compile in parallel
         try:
             return [None if one is None else _attempt(check, one, (TypeError, ValueError)) for one in given]
         finally:
@@ -242,7 +243,7 @@ class RequestMaker:
                 waiter.cancel()
 
     def begin_forms(self, structured: Any) -> list[Future[Any]]:
-        """Have the forms of a call compiled; what is wrong with one is said by `make`."""
+        """Start to compile the forms of a call, and return futures; errors are left to `make`."""
         is_one = not isinstance(structured, (list, tuple)) or isinstance(structured, Structured)
         begun = []
         for one in [structured] if is_one else structured:
@@ -252,7 +253,7 @@ class RequestMaker:
         return begun
 
     def _checked(self, prompts: list[Any], template: dict[str, Any]) -> list[list[int] | Exception]:
-        """Each prompt's token ids, or what is wrong with it."""
+        """Return each prompt's token ids, or the exception that says why the prompt cannot run."""
         forms = [_attempt(lambda prompt: prompt_ids(prompt, self._engine.tokenizer, template), p) for p in prompts]
         if not any(isinstance(form, Exception) for form in forms):
             with suppress(TypeError, ValueError):
@@ -262,7 +263,7 @@ class RequestMaker:
 
     def _settled(self, ids: list[int], config: GenerationConfig | None, call: Call, read: SettingsReader,
                  options: RequestOptions, salt: Any, adapter: Any) -> tuple[RequestSettings, int]:
-        """What one prompt runs with, and how many completions of it are wanted."""
+        """Return the settings of one prompt, and its number of completions."""
         settings = read.settings(config, len(ids), options)
         if call.scores_only:
             settings = scoring_only(settings)
@@ -278,7 +279,7 @@ class RequestMaker:
 
     def _before(self, ids: list[int], made: PreviousOutput | None, settings: RequestSettings,
                 copies: int) -> PreviousOutput | None:
-        """The output that a prompt brings, checked."""
+        """Return the earlier output that a prompt continues after checking it, or None."""
         if made is None:
             return None
         if copies > 1 and made.seed is not None:
@@ -295,18 +296,18 @@ class RequestMaker:
 
 
 def wanted(asked: list[PlannedCompletion]) -> list[NewRequest]:
-    """The requests among what is asked for."""
+    """Return the requests among planned completions."""
     return [one.what for one in asked if isinstance(one.what, NewRequest)]
 
 
 def numbered(call: Call, asked: list[PlannedCompletion],
              added: list[str | ValueError]) -> tuple[dict[str, int], list[tuple[int, StepOutput]]]:
-    """What became of what was asked for: by request id the number of its completion; and the outputs of the others.
+    """Return the index of each added request's completion by request id, and the outputs of all other completions.
 
     Args:
-        call: with ``on_error="raise"`` a request that the engine does not take raises its error.
-        asked: all of it.
-        added: what `Engine.add_all` said of each of `wanted`.
+        call: with ``on_error="raise"`` a request that the engine refuses raises its error.
+        asked: all planned completions.
+        added: the result of `Engine.add_all` for `wanted`.
     """
     index: dict[str, int] = {}
     refused: list[tuple[int, StepOutput]] = []
@@ -316,23 +317,23 @@ def numbered(call: Call, asked: list[PlannedCompletion],
             refused.append((number, refused_output(one.what)))
         elif isinstance(answer := next(answers), str):
             index[answer] = number
-        else:  # settings that the device's tables cannot hold
+        else:  # `Engine.add` refused the request, for settings that the device's tables cannot hold for instance
             refused.append((number, refused_output(call.failed(one.prompt, answer, one.what.prompt))))
     return index, refused
 
 
 def refused_output(completion: Completion) -> StepOutput:
-    """The only output of a prompt that never became a request, whose id is empty."""
+    """Return the only output of a prompt that never became a request; its request id is empty."""
     return StepOutput("", [], None, completion.finish_reason, completion)
 
 
 def error_text(error: Exception) -> str:
-    """What `Completion.error` says of an exception."""
+    """Return the text of an exception in `Completion.error`."""
     return f"{type(error).__name__}: {error}"
 
 
 def _attempt(check: Callable[[Any], Any], prompt: Any, kinds: tuple[type[Exception], ...] = (Exception,)) -> Any:
-    """What `check` makes of a prompt, or what it raises about it; a chat template raises whatever it likes."""
+    """Return what `check` returns or raises for a prompt; a chat template may raise any exception."""
     try:
         return check(prompt)
     except UnsupportedModelError:
@@ -342,7 +343,7 @@ def _attempt(check: Callable[[Any], Any], prompt: Any, kinds: tuple[type[Excepti
 
 
 def _copies_of(config: Any, keywords: dict[str, Any], of_model: GenerationConfig) -> int:
-    """How many completions are expected of a prompt that cannot run, whose settings may be what is wrong."""
+    """Return the number of completions of a prompt that cannot run; 1 if ``num_return_sequences`` itself is wrong."""
     name = "num_return_sequences"
     asked = [keywords.get(name), getattr(config, name, None), getattr(of_model, name, None)]
     try:
@@ -352,7 +353,7 @@ def _copies_of(config: Any, keywords: dict[str, Any], of_model: GenerationConfig
 
 
 def one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    """`value` for each prompt, or the values of a list; ValueError naming the argument where the number is wrong."""
+    """Return `value` for each prompt, or the values of a list; raises ValueError for a list of another length."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:

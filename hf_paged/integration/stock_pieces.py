@@ -1,4 +1,4 @@
-"""What the processors and criteria that reach `_sample` ask for, where they are transformers' own objects."""
+"""The settings that transformers' own processors and criteria carry out when they reach `_sample`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NO_OPTION_SAYS = ("Processors or criteria of transformers were given as objects
 
 
 class CallEndedError(Exception):
-    """The caller of this `generate` does not wait for it any more."""
+    """An exception that ends a `generate` whose caller does not wait for it any more."""
 
 
 class EndOfCall(criteria.StoppingCriteria):
     """A criterion that changes no result and ends the call by an exception, within a step, once an event is set.
 
-    The paged engine knows it, and looks at it between steps; in lockstep and in stock it is called as any other.
+    The paged engine checks the event between steps; in lockstep and in stock this is a criterion like any other.
     """
 
     def __init__(self, over: threading.Event) -> None:
@@ -47,7 +47,7 @@ class EndOfCall(criteria.StoppingCriteria):
 
 
 class Stops(NamedTuple):
-    """What ends rows: tokens, a length with the padded prompt, stop strings, a point of time.time()."""
+    """The conditions that end rows: tokens, a length (padded prompt included), stop strings, a `time.time`."""
 
     eos: tuple[int, ...]
     max_length: int
@@ -56,14 +56,14 @@ class Stops(NamedTuple):
 
     @property
     def are_watched(self) -> bool:
-        """Is there anything that the scheduler does not decide?"""
+        """Whether rows may end for a reason that the scheduler does not check."""
         return self.strings is not None or self.deadline is not None
 
 
 def settled_config(model: Any, config: GenerationConfig, given: Any, stops: Stops, input_ids: torch.Tensor,
                    model_kwargs: dict[str, Any], num_logits: int) -> GenerationConfig | Reason:
-    """The config, all of whose options are native, of which stock would make the processors `given`; or why there
-    is none."""
+    """Return a config with native options only, of which stock would make the processors `given`; or why there is none.
+    """
     for processor in given:
         if type(processor).__module__ != processors.__name__ or not is_known(type(processor)):
             return Reason(f"logits processor {type(processor).__name__} is not carried out by the paged engine",
@@ -83,7 +83,7 @@ def settled_config(model: Any, config: GenerationConfig, given: Any, stops: Stop
         return Reason("the logits processors ({}) are not those that stock makes of a generation config", found,
                       remedy=_NO_OPTION_SAYS)
     for processor, made in zip(ordered, expected, strict=True):
-        if getattr(processor, "prepared_bias_variables", False):  # it served another call before
+        if getattr(processor, "prepared_bias_variables", False):  # an earlier call made it prepare these attributes
             bias = processor.length_1_bias
             made._prepare_bias_variables(torch.zeros(1, num_logits, dtype=bias.dtype, device=bias.device))
         if not _means(vars(processor), vars(made)):
@@ -92,17 +92,17 @@ def settled_config(model: Any, config: GenerationConfig, given: Any, stops: Stop
 
 
 def _means(given: dict[str, Any], made: dict[str, Any]) -> bool:
-    """Does a processor with these attributes do what the one does that stock made?"""
+    """Return whether a processor with these attributes does the same as the one that stock made."""
     # No config sets these two: the code where stock makes the processor was patched, or the caller set them.
     if given.get("filter_value", -torch.inf) != -torch.inf or given.get("min_tokens_to_keep", 1) != 1:
         return False
-    if given.get("prompt_ignore_length", ...) is None:  # the padding counts, which the engine can be told
+    if given.get("prompt_ignore_length", ...) is None:  # the processor counts padding, which the engine supports
         made = made | {"prompt_ignore_length": None}
     return _same(given, made)
 
 
 def stops_of(given: Any) -> Stops | Reason:
-    """What the criteria end rows for, or why the engine cannot."""
+    """Return the conditions under which the criteria end rows, or why the engine cannot carry them out."""
     given = [criterion for criterion in given if type(criterion) is not EndOfCall]
     by_kind: dict[type, list[Any]] = {kind: [] for kind in _CRITERIA}
     for criterion in given:
@@ -134,7 +134,7 @@ _CRITERIA = (criteria.MaxLengthCriteria, criteria.MaxTimeCriteria, criteria.Stop
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equality of what processors keep: numbers, tensors, and lists or dicts of them."""
+    """Return whether attributes of processors (numbers, tensors, lists or dicts of them) are equal."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a.to(b.device), b)
     if isinstance(a, dict):

@@ -1,7 +1,7 @@
-"""Structured output in `model.generate`: a logits processor of ours, and those of xgrammar and Outlines.
+"""Structured output in `model.generate`: hf_paged's logits processor, and the processors of xgrammar and Outlines.
 
-A call whose processors are these runs natively, each row by a matcher of its own. In lockstep and in stock they are
-processors as any others.
+A call with one of these processors runs natively, with a matcher for each row. In lockstep and in stock they are
+processors like any others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ONE_EACH = ("A processor with a grammar runs natively where it is new, alone of
 
 
 class Form(NamedTuple):
-    """What one row's output has to be, if anything: `structured` where it is said so, and its grammar."""
+    """The form that one row's output must have: `structured`, if it was given by the caller, and the grammar."""
 
     structured: Structured | None
     grammar: Grammar | None
@@ -42,20 +42,19 @@ NO_FORM = Form(None, None)
 
 
 class StructuredProcessor(LogitsProcessor):
-    """Bars what the forms of outputs do not allow, in any decoding of transformers: rows may be reordered, be copies of
-    one another, and go back.
+    """A logits processor for one call that masks tokens which the forms of outputs do not allow.
 
-    Made for one call.
+    It supports all decoding methods of transformers: rows may be reordered, copied and cut back.
 
     Args:
-        forms: of each prompt; rows are as many copies of each prompt, in order.
+        forms: the form of each prompt; the rows are equally many copies of each prompt, in order.
     """
 
     def __init__(self, forms: list[Form]) -> None:
         self.forms = forms
-        self.eos: tuple[int, ...] = ()  # of the call, once it is known
-        self.draws: bool | None = None  # does every row get a token at each step? Beams and drafts may lead nowhere
-        self._width: int | None = None  # of the prompts
+        self.eos: tuple[int, ...] = ()  # the call's EOS tokens, set by `tell_eos`
+        self.draws: bool | None = None  # each row gets a token at each step, unlike beams and drafts, which may end
+        self._width: int | None = None  # of the padded prompts
         self._known: dict[tuple[int, tuple[int, ...]], Matcher | None] = {}
         self._masks: MaskMaker | None = None
 
@@ -74,7 +73,7 @@ class StructuredProcessor(LogitsProcessor):
             return scores
         masks = self._masks.make(matchers).to(scores.device)
         if scores.is_cuda:
-            torch.cuda.current_stream(scores.device).synchronize()  # before the next masks take its memory
+            torch.cuda.current_stream(scores.device).synchronize()  # else the next masks overwrite the copy's source
         masked: Any = mask_tokens(scores.clone(), masks)
         if self.draws:
             best = masked.amax(dim=-1).tolist()
@@ -83,7 +82,8 @@ class StructuredProcessor(LogitsProcessor):
         return masked
 
     def _matcher(self, prompt: int, tokens: tuple[int, ...]) -> Matcher | None:
-        """Where this output of a prompt is in its grammar; None: nowhere, as padding and tokens of a failed draft."""
+        """Return the matcher of this output of a prompt; None if it has no grammar, or one that does not allow the
+        output (padding, tokens of a failed draft)."""
         form = self.forms[prompt]
         if form.grammar is None:
             return None
@@ -99,15 +99,15 @@ class StructuredProcessor(LogitsProcessor):
 
 def with_structure(engine: Engine, num_prompts: int, structured: Any, tokenizer: Any,
                    processors: Any) -> LogitsProcessorList:
-    """The processors of a call of `model.generate` with `structured=`, and one more that carries it out.
+    """Return the processors of a `model.generate` call, and one more that carries `structured=` out.
 
     Args:
-        num_prompts: rows of the call's inputs.
-        structured: what the caller gave; or a `Form`, whose grammar is there.
-        tokenizer: of the call; None: the engine's, if it has one.
+        num_prompts: number of rows of the call's inputs.
+        structured: the caller's argument, or a `Form` with its grammar.
+        tokenizer: the call's tokenizer; None for the engine's.
 
     Raises:
-        ValueError, TypeError, ImportError: as of `Engine.add_request`.
+        ValueError, TypeError, ImportError: as `Engine.add_request`.
     """
     is_one = not isinstance(structured, (list, tuple)) or isinstance(structured, (Structured, Form))
     given = [structured] * num_prompts if is_one else structured
@@ -125,7 +125,7 @@ def with_structure(engine: Engine, num_prompts: int, structured: Any, tokenizer:
 
 
 def tell_eos(processors: Iterable[Any], criteria: Iterable[Any], *, draws: bool = False) -> None:
-    """Let processors of ours know what ends the rows of their call, and whether each step draws a token for each."""
+    """Set the EOS tokens of a call in its `StructuredProcessor`, and whether each row gets a token at each step."""
     for processor in processors:
         if type(processor) is StructuredProcessor:
             ends = [token_id_tuple(c.eos_token_id) for c in criteria if hasattr(c, "eos_token_id")]
@@ -136,9 +136,9 @@ def tell_eos(processors: Iterable[Any], criteria: Iterable[Any], *, draws: bool 
 
 def split_forms(engine: Engine, given: Any, num_rows: int,
                 eos: tuple[int, ...]) -> tuple[Any, list[Form]] | Reason:
-    """The processors of a call without the one that has grammars, if any, and every row's form of the output.
+    """Return the processors of a call without the one that has grammars, and each row's form of the output.
 
-    Or why the engine cannot carry that one out.
+    Returns a reason if the engine cannot carry that processor out.
     """
     found = [(place, forms) for place, p in enumerate(given) if (forms := _forms(p, num_rows, engine, eos)) is not None]
     if not found:
@@ -154,7 +154,7 @@ def split_forms(engine: Engine, given: Any, num_rows: int,
 
 
 def _forms(processor: Any, num_rows: int, engine: Engine, eos: tuple[int, ...]) -> list[Form] | Reason | None:
-    """Every row's, None where the processor is of no kind that has any."""
+    """Return every row's form, a reason why the engine cannot use it, or None for a processor without grammars."""
     if type(processor) is StructuredProcessor:
         copies = num_rows // len(processor.forms)
         return [processor.forms[row // copies] for row in range(num_rows)]
@@ -169,7 +169,7 @@ def _forms(processor: Any, num_rows: int, engine: Engine, eos: tuple[int, ...]) 
 
 
 def _is_own(module: Any, kind: type) -> bool:
-    """Are the methods of a class those that its module's file defines?"""
+    """Return whether all methods of a class are defined in its module's file, so that none is patched."""
     return all(getattr(value, "__module__", None) == module.__name__ and value.__code__.co_filename == module.__file__
                for value in vars(kind).values() if hasattr(value, "__code__"))
 

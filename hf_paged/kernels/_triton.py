@@ -60,7 +60,7 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def require_triton() -> None:
-    """Raise ``RuntimeError`` where a Triton kernel was asked for and Triton is not installed."""
+    """Raise ``RuntimeError`` if Triton, which a kernel needs, is not installed."""
     if triton is None:
         raise RuntimeError("this kernel needs triton, which is not installed: install triton or use the torch backend")
 

@@ -1,4 +1,4 @@
-"""Warnings about settings that probably do not say what their caller meant; each comes once."""
+"""Warnings about arguments that probably do not have the effect that the caller expects; each is given once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LENGTHS = ("max_new_tokens", "max_length")
 
 
 class ArgumentWarnings:
-    """What one `PagedGenerator` has warned of."""
+    """The warnings that one `PagedGenerator` has given."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
@@ -27,7 +27,7 @@ class ArgumentWarnings:
         """Warn of settings of the call (`config`, `keywords`), not of the model's own.
 
         Args:
-            merged: all of them, as they run.
+            merged: the merged config of all settings.
         """
         if "do_sample" not in self._given and not merged.do_sample:
             unused = unused_sampling(config, keywords, of_model)
@@ -55,14 +55,14 @@ class ArgumentWarnings:
 
 
 def unused_sampling(config: GenerationConfig | None, keywords: dict[str, Any], of_model: GenerationConfig) -> list[str]:
-    """Settings of the call, as "name=value", that only sampling reads, with a value that would change it."""
+    """Return settings of the call, as "name=value", that would change sampling, but that greedy search ignores."""
     unused = []
     for option in _SAMPLING:
         name = option.name
         value = keywords.get(name)
         if name not in keywords:
             value = getattr(config, name, None)
-            value = None if value == getattr(of_model, name, None) else value  # as taken over from the model
+            value = None if value == getattr(of_model, name, None) else value  # equal to the model's: not the caller's
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             continue
         if option.makes(value) and value not in (*option.neutral, _QUIET.get(name)):
@@ -71,17 +71,17 @@ def unused_sampling(config: GenerationConfig | None, keywords: dict[str, Any], o
 
 
 def takes_default_length(config: GenerationConfig | None, keywords: dict[str, Any], of_model: GenerationConfig) -> bool:
-    """Does nobody say how long a completion may be?"""
+    """Return whether neither the call nor the model sets a length of completions."""
     given = [getattr(source, name, None) for source in (config, of_model) for name in _LENGTHS]
     return not any(value is not None for value in (*given, *map(keywords.get, _LENGTHS)))
 
 
-# Packages that stand between a user's line and a warning: those that are called to generate, and their decorators.
+# Packages whose frames lie between a user's line and a warning: callers of generate, and their decorators.
 _BETWEEN = ("hf_paged", "transformers", "torch", "accelerate", "peft", "trl", "contextlib")
 
 
 def level_of_caller() -> int:
-    """The `stacklevel` at which a warning of the calling function points at the user's own line."""
+    """Return the `stacklevel` with which a warning of the calling function points at the user's own line."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1

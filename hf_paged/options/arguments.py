@@ -1,4 +1,4 @@
-"""Checks of what callers hand in: each error names the argument, the value and what is accepted."""
+"""Checks of callers' arguments: each error names the argument, the value and what is accepted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def token_ids(prompt_token_ids: Any, vocab_size: int, name: str = "prompt_token_
 
 
 def token_id_lists(prompts: Sequence[Any], vocab_size: int) -> list[list[int]] | None:
-    """What `token_ids` makes of every prompt, looked at in one go; None: ask `token_ids` about each."""
+    """Return `token_ids` of all prompts, checked together; None if each prompt has to be checked by `token_ids`."""
     if not prompts or not all(type(prompt) in (list, tuple) and prompt for prompt in prompts):
         return None
     if not all(operator.countOf(map(type, prompt), int) == len(prompt) for prompt in prompts):
@@ -60,7 +60,7 @@ def token_id_lists(prompts: Sequence[Any], vocab_size: int) -> list[list[int]] |
 
 
 def base_seed(seed: int | None, default: int | None) -> int:
-    """`seed`, else `default`, else one drawn from torch's default generator; in [0, 2**63)."""
+    """Return `seed`, else `default`, else a seed drawn from torch's default generator; in [0, 2**63)."""
     if seed is None:
         seed = default
     if seed is None:
@@ -73,21 +73,21 @@ def base_seed(seed: int | None, default: int | None) -> int:
 
 
 def described(value: Any) -> str:
-    """A value in a message: a tensor by its kind, so that equal reasons read alike and no data is shown."""
+    """Return the text of a value in a message: of a tensor its kind, so that equal reasons are equal texts."""
     if isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {str(value.dtype).removeprefix('torch.')}"
     return f"{value!r:.60}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
 
 
 def check_is_config(config: Any) -> None:
-    """Raise TypeError for what is neither a GenerationConfig nor None."""
+    """Raise TypeError for a value that is neither a GenerationConfig nor None."""
     if config is not None and not isinstance(config, GenerationConfig):
         remedy = f"; {SAMPLING['sampling_params']}" if type(config).__name__ == "SamplingParams" else ""  # of vLLM
         raise TypeError(f"generation_config={config!r:.80}: expected a GenerationConfig or None{remedy}")
 
 
 def merge_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
-    """`kwargs` over `config` over `model.generation_config` over stock's defaults, as stock generate merges.
+    """Merge `kwargs` over `config` over `model.generation_config` over stock's defaults, as stock generate does.
 
     Raises:
         TypeError: `config` is no GenerationConfig.
@@ -113,7 +113,7 @@ def _wrong_setting(given: dict[str, Any], error: Exception) -> str:
     for name, value in given.items():
         try:
             GenerationConfig(**{name: value}).validate()
-        except ValueError:  # says itself what is wrong
+        except ValueError:  # its own message is clear
             continue
         except Exception as found:
             documented = re.search(rf"^\s*{name} \(`(.+?)`,", GenerationConfig.__doc__ or "", re.MULTILINE)
@@ -141,7 +141,7 @@ MOST_COPIES = 1 << 20
 
 
 def num_copies(num_return_sequences: Any) -> int:
-    """How many requests a prompt becomes; ValueError for what is neither None nor an integer in [1, `MOST_COPIES`]."""
+    """Return the number of requests of a prompt; raises ValueError unless None or an integer in [1, `MOST_COPIES`]."""
     require_int("num_return_sequences", num_return_sequences, 1, optional=True)
     if num_return_sequences is not None and num_return_sequences > MOST_COPIES:
         raise ValueError(f"num_return_sequences={num_return_sequences!r}: expected at most {MOST_COPIES}")

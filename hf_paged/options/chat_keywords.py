@@ -1,4 +1,4 @@
-"""Which keywords of a call are for the template of its chats, and which are generation settings."""
+"""Separation of a call's keywords into arguments of the chat template and generation settings."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from hf_paged.options.keywords import CallKeywords, names_of
 from hf_paged.options.prompts import is_chat, is_without_template
 from hf_paged.vllm_names import SAMPLING, unknown_names
 
-# Parameters of `apply_chat_template` that decide what it returns: here always the token ids of one chat, as a list.
+# Parameters of `apply_chat_template` that decide the type of its result, which must be one chat's token ids as a list.
 OURS = ("tokenize", "return_dict", "return_tensors", "padding", "return_assistant_tokens_mask")
-# Those that the template alone reads.
+# Parameters that only the template reads.
 _FOR_TEMPLATE = ("tools", "documents", "add_generation_prompt")
-# Those that callers hand on as None where they have none; a template may take a variable that is None for a set one.
+# Keywords that are dropped if None, since a template may treat a variable that is None as set.
 _LEFT_OUT_AS_NONE = ("tools", "documents", "enable_thinking")
 
 
 def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], tokenizer: Any,
                    configs: Collection[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keywords of ``tokenizer.apply_chat_template``, and the generation settings.
+    """Return the keywords of ``tokenizer.apply_chat_template``, and the generation settings.
 
-    A field of a `GenerationConfig` is a setting. Of the others, parameters of `apply_chat_template` and variables that
-    the chat template refers to are the template's. ``tools``, ``documents`` and ``enable_thinking`` as None are as if
-    they were left out.
+    A field of a `GenerationConfig` is a setting. Other keywords go to the template if they are parameters of
+    `apply_chat_template` or variables of the template. ``tools``, ``documents`` and ``enable_thinking`` are ignored if
+    None.
 
     Args:
-        keywords: of the call.
-        explicit: its ``chat_template_kwargs``, which are the template's whatever their names, and win.
-        prompts: each in its own form.
+        keywords: the keywords of the call.
+        explicit: the call's ``chat_template_kwargs``, which all go to the template, and override `keywords`.
+        prompts: the prompts, in any form.
         configs: the call's and the model's `GenerationConfig`, whose own entries are settings, too.
 
     Raises:
         TypeError: `explicit` is no dict.
-        ValueError: a keyword that is neither; one of the template and no chat among the prompts, one that the template
-            does not read, or one that decides in what form ids come.
+        ValueError: a keyword is neither; or it is for the template, but no prompt is a chat, the template does not read
+            it, or it decides the type of the ids.
     """
     if explicit is not None and not isinstance(explicit, Mapping):
         raise TypeError(f"chat_template_kwargs={explicit!r:.80}: expected a dict of keywords of apply_chat_template")
@@ -91,7 +91,7 @@ def _listed(read: frozenset[str]) -> str:
 
 
 def template_parameters(tokenizer: Any) -> frozenset[str]:
-    """Names that `apply_chat_template` takes, in transformers and of this tokenizer."""
+    """Return the parameters of `apply_chat_template`, of transformers and of this tokenizer's own."""
     methods = (PreTrainedTokenizerBase.apply_chat_template, getattr(tokenizer, "apply_chat_template", None))
     return frozenset().union(*(_named(method) for method in methods if method is not None)) - {"self", *RENDERED}
 
@@ -103,12 +103,12 @@ def _named(method: Any) -> frozenset[str]:
 
 def check_read(given: Mapping[str, Any], tokenizer: Any, *, others: Mapping[str, Any] | None = None,
                parameters: Collection[str] | None = None) -> None:
-    """Raise ValueError for a keyword of chats that is read neither by `apply_chat_template` nor by the template.
+    """Raise ValueError for a keyword that neither `apply_chat_template` nor the template reads.
 
     Args:
         given: keywords of `apply_chat_template`.
-        others: keywords beside them, which may decide on the template.
-        parameters: those of `apply_chat_template` that may be given; None: all.
+        others: further keywords, on which the choice of the template may depend.
+        parameters: the parameters of `apply_chat_template` that are accepted; None for all.
     """
     source = template_source(tokenizer, {**(others or {}), **given})
     if source is None:
@@ -116,7 +116,7 @@ def check_read(given: Mapping[str, Any], tokenizer: Any, *, others: Mapping[str,
     read = variables_of(source)
     own = {*(template_parameters(tokenizer) if parameters is None else parameters)} - {*_FOR_TEMPLATE}
     method = type(tokenizer).apply_chat_template
-    if method is not PreTrainedTokenizerBase.apply_chat_template:  # a tokenizer's own, which has its own use for them
+    if method is not PreTrainedTokenizerBase.apply_chat_template:  # a tokenizer's own method may read them itself
         own |= _named(method) & {*_FOR_TEMPLATE}
     neutral = {"tools": not given.get("tools"), "documents": not given.get("documents"),
                "add_generation_prompt": given.get("add_generation_prompt") is (not given.get("continue_final_message"))}

@@ -10,7 +10,7 @@ RENDERED = ("conversation", "messages")  # the chat itself
 
 
 def template_source(tokenizer: Any, keywords: Mapping[str, Any]) -> str | None:
-    """The template that `apply_chat_template` renders with these keywords; None where there is none to read."""
+    """Return the template that `apply_chat_template` renders with these keywords; None if there is none to read."""
     if not hasattr(tokenizer, "get_chat_template"):
         return None
     try:
@@ -23,7 +23,7 @@ def template_source(tokenizer: Any, keywords: Mapping[str, Any]) -> str | None:
 
 @functools.lru_cache(maxsize=32)
 def variables_of(source: str) -> frozenset[str]:
-    """Variables that a template refers to and does not set itself, but for the chat."""
+    """Return the variables that a template refers to and does not set itself, except the chat's."""
     from jinja2 import meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -18,19 +18,19 @@ _EXPECTED = "expected text parts, {'type': 'text', 'text': str}"
 
 
 def is_chat(value: Any) -> bool:
-    """Is this meant as one chat: a list of dicts, of which at least one is a message and none another prompt?"""
+    """Return whether a value is meant as one chat: a list of dicts with at least one message and no other prompt."""
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(one, dict) for one in value):
         return False
     return any(map(is_message, value)) and not any(name in one for one in value for name in _OF_PROMPTS)
 
 
 def is_message(value: Any) -> bool:
-    """Is this meant as a message of a chat?"""
+    """Return whether a value is meant as a message of a chat."""
     return isinstance(value, dict) and ("role" in value or "content" in value)
 
 
 def readable_chat(chat: Any, tokenizer: Any, keywords: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A chat whose contents are such as its template reads.
+    """Return a chat with contents in the form that its template reads.
 
     Parts stay as they are given wherever the template renders them and does not write down the list itself. Where it
     raises or does, text parts are joined by spaces, as transformers' server joins them, in as few roles as suffice.
@@ -111,7 +111,7 @@ def _rendered(chat: list[dict[str, Any]], tokenizer: Any, keywords: Mapping[str,
 
 
 def _forms(parts: list[Any]) -> set[str]:
-    """What a template may write of a list that it takes for text: Python's repr or JSON, with keys in either order."""
+    """Return texts that a template may write for a list in place of text: Python's repr or JSON, keys sorted or not."""
     made = {_plain(repr(parts))}
     for is_sorted, is_ascii in itertools.product((False, True), repeat=2):
         try:
@@ -123,7 +123,7 @@ def _forms(parts: list[Any]) -> set[str]:
 
 
 def _plain(text: str) -> str:
-    """Text without what filters of a template change: case, spaces, quotes and their escapes."""
+    """Return a text without the characters that filters of a template change: case, spaces, quotes and escapes."""
     return re.sub(r"[\s\"'\\]", "", html.unescape(text)).casefold()
 
 

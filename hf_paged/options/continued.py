@@ -1,4 +1,4 @@
-"""Prompts that bring output of before: a request that was ended half-way goes on as if it had not been."""
+"""Prompts with an earlier output, which a request continues as if it had not been ended half-way."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ OUTPUT = "output_token_ids"
 
 @dataclass(frozen=True)
 class PreviousOutput:
-    """Output of before, which counts as generated.
+    """An earlier output, which counts as generated.
 
     Attributes:
-        token_ids: may be empty: the request was ended before its first token.
-        logprobs: of these tokens; None: not known.
-        logprobs_kind: which ones they are, as in `Completion`.
-        top_logprobs: as in `Completion`; ids may be texts, as JSON has them.
+        token_ids: the tokens; empty if the request was ended before its first token.
+        logprobs: log-probabilities of the tokens, or None.
+        logprobs_kind: the kind of `logprobs`, as in `Completion`.
+        top_logprobs: as in `Completion`; ids may be str, as in JSON.
         version_runs: as in `Completion`.
-        seed: of the request's random numbers; None: the call's, as for any prompt.
+        seed: the request's seed; None for the call's.
     """
 
     token_ids: list[int]
@@ -32,10 +32,10 @@ class PreviousOutput:
     top_logprobs: list[Any] | None = None
 
     def checked(self, vocab_size: int, max_new_tokens: int, logprobs_kind: str | None) -> PreviousOutput:
-        """The same with a list of ints, if it can be gone on from with these settings.
+        """Return the output with checked token ids, if a request with these settings can continue it.
 
         Raises:
-            ValueError, TypeError: naming what is wrong with it.
+            ValueError, TypeError: the output cannot be continued; the message says why.
         """
         ids = token_ids(self.token_ids, vocab_size, OUTPUT) if len(self.token_ids) else []
         if len(ids) > max_new_tokens:
@@ -46,19 +46,19 @@ class PreviousOutput:
         return replace(self, token_ids=ids)
 
     def known_logprobs(self) -> list[float | None]:
-        """One entry per token; None in each where they are those of other tokens, too."""
+        """Return one entry per token; all are None if `logprobs` has another length."""
         count = len(self.token_ids)
         return list(self.logprobs) if self.logprobs is not None and len(self.logprobs) == count else [None] * count
 
     def known_top_logprobs(self) -> list[dict[int, float] | None]:
-        """As `known_logprobs`; with as many tokens as there were."""
+        """Return one dict per token; all are None if `top_logprobs` has another length."""
         tops, count = self.top_logprobs, len(self.token_ids)
         if tops is None or len(tops) != count:
             return [None] * count
         return [None if top is None else {int(token): known for token, known in top.items()} for top in tops]
 
     def known_versions(self) -> list[VersionRun]:
-        """Runs of all tokens."""
+        """Return version runs of all tokens, with the version None if it is unknown."""
         count = len(self.token_ids)
         if sum(run.num_tokens for run in self.version_runs) == count:
             return list(self.version_runs)
@@ -66,10 +66,10 @@ class PreviousOutput:
 
 
 def split_output(prompt: Any) -> tuple[Any, PreviousOutput | None]:
-    """A prompt in one of the forms of `prompt_ids`, and what was made of it, if anything is given.
+    """Return a prompt in one of the forms of `prompt_ids`, and its earlier output or None.
 
     Raises:
-        TypeError: output that is no sequence, or versions that are none.
+        TypeError: the output or the versions are no sequence.
     """
     if isinstance(prompt, Completion):
         return prompt.prompt_token_ids, PreviousOutput(prompt.token_ids, prompt.logprobs, prompt.logprobs_kind,

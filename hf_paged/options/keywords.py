@@ -1,4 +1,4 @@
-"""The keywords of requests and of calls, each with its type and its documentation in one place.
+"""The keywords of requests and of calls, with their types and their documentation.
 
 Public methods take them as ``**keywords: Unpack[...]``, which type checkers read; `with_keywords` shows them in
 `help` and `inspect.signature` as well.
@@ -17,34 +17,34 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RequestKeywords(TypedDict, total=False):
-    """What one request asks for besides a `GenerationConfig`.
+    """The keywords of one request besides a `GenerationConfig`.
 
     Args:
-        seed: of the random numbers, in [0, 2**63); in a generator's call one for the call, or one per prompt. None: the
-            config's `seed`, else drawn from torch's default generator.
-        logprobs: fill in this field of the `Completion`. "processed", or True: log p of each token under the
-            distribution that it was drawn from, behind all logits processors (temperature, filters, penalties).
-            "raw": from the model's logits as they are. An integer k in [0, 128]: "processed" with ``top_logprobs=k``.
-            This argument and those down to ``priority``: in a generator's call one for the call, or a list with one per
-            prompt (of ``stop_token_ids`` a list of lists); not for tensors.
+        seed: seed of the random numbers, in [0, 2**63); in a generator's call one for the call, or one per prompt. None
+            means the config's `seed`, else one drawn from torch's default generator.
+        logprobs: fill in this field of the `Completion`. "processed" or True: log p of each token under the
+            distribution from which it was drawn, behind all logits processors (temperature, filters, penalties).
+            "raw": log p under the model's own logits. An integer k in [0, 128]: "processed" with ``top_logprobs=k``.
+            This argument and the next ones up to ``priority`` are one value for a generator's call, or a list with one
+            per prompt (for ``stop_token_ids`` a list of lists); not for tensors.
         top_logprobs: fill in this field of the `Completion` with this many of the likeliest tokens, in [0, 128], of
-            the kind that ``logprobs`` says, which has to be asked for.
-        prompt_logprobs: fill in this field. A prompt that is scored is computed as a whole: it fills the prefix cache
-            and does not read it. An integer k in [0, 128]: ``prompt_top_logprobs`` with the k likeliest, too. With
-            ``max_new_tokens=0`` nothing is generated.
+            the kind of ``logprobs``, which must be given, too.
+        prompt_logprobs: fill in this field of the `Completion`. A prompt that is scored is computed as a whole: it
+            fills the prefix cache and does not read it. An integer k in [0, 128]: fill in ``prompt_top_logprobs`` with
+            the k likeliest, too. With ``max_new_tokens=0`` no token is generated.
         presence_penalty, frequency_penalty: in [-2, 2], as OpenAI and vLLM define them: before temperature, the score
-            of each token that was generated so far loses the first once, and the second as often as it was.
-        stop_token_ids: tokens that end the request as ``finish_reason="stop"``; barred by a least length like EOS.
-        include_stop_str_in_output: False: `Completion.text` leaves out what ended it (a stop string and all behind it,
-            a stop token, EOS). `token_ids` hold it in any case.
-        skip_special_tokens: in `Completion.text`.
+            of each token that was generated so far is reduced once by the first, and per occurrence by the second.
+        stop_token_ids: tokens that end the request with ``finish_reason="stop"``; barred by a least length like EOS.
+        include_stop_str_in_output: False leaves the end out of `Completion.text` (a stop string and all behind it, a
+            stop token, EOS). `token_ids` contain it in any case.
+        skip_special_tokens: leave special tokens out of `Completion.text`.
         timeout: seconds from now after which the request ends with ``finish_reason="timeout"``, before the next step,
             whether it has a token or not.
-        on_weight_change: in place of the config's, for this request.
+        on_weight_change: replaces the config's for this request.
         priority: lower runs earlier; equal ones in order of arrival.
-        cache_salt: cached prefixes are shared among requests of the same salt alone (None: those without one), in this
-            and in other calls; in a generator's call one for the call, or one per prompt.
-        structured: the form that the output has to have (docs/structured.md): a dict with one of ``json_schema`` (a
+        cache_salt: the request shares cached prefixes, in this and in other calls, only with requests of the same salt
+            (or, for None, of none); in a generator's call one for the call, or one per prompt.
+        structured: the form that the output must have (docs/structured.md): a dict with one of ``json_schema`` (a
             dict, a JSON text, True for any JSON, or a pydantic model), ``regex``, ``choice`` (a list of texts) and
             ``grammar`` (EBNF). Needs a tokenizer and the package xgrammar. In a generator's call one for the call, or
             one per prompt.
@@ -67,14 +67,14 @@ class RequestKeywords(TypedDict, total=False):
 
 
 class EngineKeywords(RequestKeywords, total=False):
-    """What `Engine.add_request` takes besides.
+    """The further keywords of `Engine.add_request`.
 
     Args:
-        request_id: None: one is made. Must not be in use.
-        max_new_tokens: in place of the config's. 0: nothing is generated, with ``prompt_logprobs`` alone.
-        adapter_name: of the LoRA adapter that this request runs with, or "__base__" for none at all. None: those that
-            are active in the model. Where the model loses the adapter before the end, or merges adapters, the request
-            ends with ``finish_reason="error"``.
+        request_id: an id that is not in use; None has the engine make one.
+        max_new_tokens: replaces the config's. 0 generates no token, and needs ``prompt_logprobs``.
+        adapter_name: the LoRA adapter of this request, or "__base__" for none. None means the adapters that are active
+            in the model. If the adapter is removed before the end, or adapters are merged, the request ends with
+            ``finish_reason="error"``.
     """
 
     request_id: str | None
@@ -83,19 +83,19 @@ class EngineKeywords(RequestKeywords, total=False):
 
 
 class StreamKeywords(RequestKeywords, total=False):
-    """What the calls of a generator take besides.
+    """The further keywords of all calls of a generator.
 
     Args:
-        adapter_names: of the LoRA adapter that a prompt runs with, or "__base__" for none at all: one for the call, or
-            one per prompt. None: those that are active in the model. A prompt whose adapter the model loses before its
-            end, or whose model merges adapters, ends with ``finish_reason="error"``.
-        on_error: what becomes of a prompt that cannot run (too long, empty, ids outside the vocabulary, refused by the
-            chat template, with settings of its own that are wrong). "raise": an error that names its index, and nothing
-            runs. "complete": its completions (each of ``num_return_sequences``) end with ``finish_reason="error"`` and
-            the message in `Completion.error`; the others run.
-        chat_template_kwargs: keywords of ``tokenizer.apply_chat_template`` for prompts that are chats, whatever their
-            names; they win over those in ``generate_kwargs``. What the template does not read is refused.
-        request_ids: by which `cancel` finds a prompt while the call runs; one per prompt, none of them in use.
+        adapter_names: the LoRA adapter of a prompt, or "__base__" for none: one for the call, or one per prompt. None
+            means the adapters that are active in the model. If a prompt's adapter is removed before its end, or
+            adapters are merged, the prompt ends with ``finish_reason="error"``.
+        on_error: what happens to a prompt that cannot run (too long, empty, ids outside the vocabulary, refused by the
+            chat template, with invalid settings of its own). "raise": an error that names its index is raised, and
+            nothing runs. "complete": its completions (all ``num_return_sequences``) end with ``finish_reason="error"``
+            and the message in `Completion.error`; other prompts run.
+        chat_template_kwargs: keywords of ``tokenizer.apply_chat_template`` for prompts that are chats; they override
+            ``generate_kwargs``. A keyword that the template does not read is refused.
+        request_ids: ids by which `cancel` finds a prompt while the call runs; one per prompt, none of them in use.
     """
 
     adapter_names: str | Sequence[str | None] | None
@@ -105,11 +105,11 @@ class StreamKeywords(RequestKeywords, total=False):
 
 
 class CallKeywords(StreamKeywords, total=False):
-    """What the calls of a generator take that return completions.
+    """The further keyword of calls of a generator that return completions.
 
     Args:
-        best_of: of this many completions of a prompt, the ``num_return_sequences`` best are returned, best first: those
-            of the largest `Completion.cumulative_logprob`. It fills in their ``logprobs``, and wants
+        best_of: generate this many completions of a prompt, and return the ``num_return_sequences`` of them with the
+            largest `Completion.cumulative_logprob`, best first. Fills in their ``logprobs``, and needs
             ``do_sample=True``. One for the call, or one per prompt; not for tensors.
     """
 
@@ -117,8 +117,8 @@ class CallKeywords(StreamKeywords, total=False):
 
 
 class GenerateKeywords(CallKeywords, total=False):
-    """What type checkers accept of a generator's calls besides: options of a `GenerationConfig`, common keywords of
-    chat templates, and what `model.generate` takes with tensors. Others of a template go into
+    """The further keywords of a generator's calls that type checkers accept: options of a `GenerationConfig`, common
+    keywords of chat templates, and inputs of `model.generate`. Other keywords of a template go into
     ``chat_template_kwargs``."""
 
     max_new_tokens: int | None
@@ -167,17 +167,17 @@ OF_CALL = tuple(name for name in CallKeywords.__annotations__ if name not in Req
 
 
 def names_of(keywords: type) -> tuple[str, ...]:
-    """The keys of a TypedDict, those of its bases first."""
+    """Return the keys of a TypedDict, with the keys of its bases first."""
     return tuple(keywords.__annotations__)
 
 
 def with_keywords(keywords: type, others: str = "") -> Callable[[F], F]:
-    """A decorator that shows the keys of a TypedDict as the keyword arguments of a function.
+    """Return a decorator that shows the keys of a TypedDict as the keyword arguments of a function.
 
-    The line ``**keywords: ...`` of the function's docstring is replaced by what the TypedDict says of them.
+    The line ``**keywords: ...`` of the function's docstring is replaced by the documentation of the TypedDict.
 
     Args:
-        others: the name of further keywords that the function takes; "" for none.
+        others: the name of the function's further keywords; "" for none.
     """
     kind = inspect.Parameter
 
@@ -199,7 +199,7 @@ def with_keywords(keywords: type, others: str = "") -> Callable[[F], F]:
 
 
 def _documentation(keywords: type) -> list[str]:
-    """The lines of ``Args:`` of a TypedDict and of those that it extends."""
+    """Return the lines of ``Args:`` of a TypedDict and of its bases."""
     lines: list[str] = []
     for one in (RequestKeywords, EngineKeywords, StreamKeywords, CallKeywords):
         if set(names_of(one)) <= set(names_of(keywords)):

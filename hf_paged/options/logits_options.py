@@ -13,7 +13,7 @@ from hf_paged.sampling.edit_reference import NEUTRAL, Edits
 
 
 def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size: int) -> Edits:
-    """What `config` asks to be done to the logits of one request.
+    """Return the edits of one request's logits for the options of `config`.
 
     Args:
         config: fully merged.
@@ -31,7 +31,7 @@ def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size
         assert option.edits is not None
         try:
             fields |= option.edits(value, context)
-        except Exception as error:  # whatever a value of any form makes transformers raise
+        except Exception as error:  # a value of a wrong type may make transformers raise any exception
             raise ValueError(f"{option.name}={value!r:.200}: {error}") from error
     if not fields:
         return NEUTRAL
@@ -43,7 +43,7 @@ def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size
 
 
 def decay_overflows(edits: Edits, max_new_tokens: int) -> bool:
-    """Whether stock's length penalty, a power in Python's floats, overflows before the last new token."""
+    """Return whether stock's length penalty, a power in Python's floats, overflows before the last new token."""
     if edits.decay_start is None:
         return False
     try:

@@ -17,14 +17,14 @@ FLOAT32 = torch.finfo(torch.float32)
 
 
 class Context(NamedTuple):
-    """What values are checked against: the EOS ids of the config, and the number of logits of a token."""
+    """The context in which values are checked: the EOS ids of the config, and the number of logits of a token."""
 
     eos: tuple[int, ...]
     vocab_size: int
 
 
 def number(name: str, value: Any) -> float:
-    """The value as a float; TypeError for one of another type."""
+    """Return the value as a float; raises TypeError for a value of another type."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}")
     return float(value)
@@ -54,7 +54,7 @@ def top_k(name: str, value: Any) -> int:
 
 
 def ids(value: Any) -> tuple[int, ...]:
-    """An id, or a list or tensor of ids, as a tuple."""
+    """Return an id, or a list or tensor of ids, as a tuple."""
     found = torch.as_tensor(value, dtype=None, device="cpu")  # the values' own dtype, which is looked at
     if found.is_floating_point() or found.dtype == torch.bool:
         raise TypeError("expected token ids")
@@ -62,12 +62,12 @@ def ids(value: Any) -> tuple[int, ...]:
 
 
 def as_list(value: Any) -> Any:
-    """The ids of a tensor as a list; any other value as it is."""
+    """Return the ids of a tensor as a list, and any other value unchanged."""
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def sequence_bias(value: Any, context: Context) -> dict[str, Any]:
-    """Biases of sequences, rounded to torch's default dtype, of which stock's processor makes its tensor."""
+    """Return biases of sequences, rounded to torch's default dtype, as in the tensor of stock's processor."""
     found = stock.SequenceBiasLogitsProcessor(sequence_bias=value).sequence_bias
     bias = tuple((tuple(map(int, tokens)), _as_default(number)) for tokens, number in found.items())
     _check_sequences(value, [tokens for tokens, _ in bias], context)
@@ -75,7 +75,7 @@ def sequence_bias(value: Any, context: Context) -> dict[str, Any]:
 
 
 def bad_words(value: Any, context: Context) -> dict[str, Any]:
-    """Sequences that may not be completed, without single EOS tokens, which stock drops."""
+    """Return sequences that may not be completed, without single EOS tokens, which stock drops."""
     found = stock.NoBadWordsLogitsProcessor(value, _tensor(context.eos) if context.eos else None).sequence_bias
     sequences = tuple(tuple(map(int, tokens)) for tokens in found)
     _check_sequences(value, sequences, context)

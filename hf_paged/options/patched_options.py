@@ -1,4 +1,4 @@
-"""Does stock carry out an option by code of its own still, or was the class that it makes for it patched?"""
+"""Detection of patches in the classes of processors and criteria that stock makes for options."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ALWAYS = (processors.LogitsProcessorList, criteria.StoppingCriteriaList, criteri
 
 
 def patched_option(config: GenerationConfig) -> Reason | None:
-    """Which class or method that stock would run for the options of a merged config is not its own, or None."""
+    """Return the reason that names a patched class or method which stock would run for a merged config, or None."""
     return patched_code([*ALWAYS, *classes(config)])
 
 
 def patched_code(kinds: Iterable[type]) -> Reason | None:
-    """As `patched_option`, for processors and criteria of these classes."""
+    """Return the reason of `patched_option` for processors and criteria of these classes, or None."""
     place = patched_class(kinds)
     if place is None:
         return None

@@ -1,4 +1,4 @@
-"""The forms in which prompts may come, as token ids."""
+"""Conversion of prompts of all accepted forms into token ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEXT, _IDS = "prompt", "prompt_token_ids"
 
 
 def prompt_list(prompts: Any) -> list[Any]:
-    """Every prompt by itself, each still in its own form.
+    """Return a list of the single prompts, each still in its own form.
 
     Raises:
         TypeError: neither a prompt nor a list.
@@ -32,7 +32,7 @@ def prompt_list(prompts: Any) -> list[Any]:
 
 
 def prompt_ids(prompt: Any, tokenizer: Any, template: dict[str, Any]) -> Sequence[int]:
-    """Token ids of one prompt; their values are checked by the engine.
+    """Return the token ids of one prompt; their values are checked by the engine.
 
     Args:
         prompt: of one of the forms that `ACCEPTED` names.
@@ -61,7 +61,7 @@ def prompt_ids(prompt: Any, tokenizer: Any, template: dict[str, Any]) -> Sequenc
 
 
 def is_without_template(prompt: Any) -> bool:
-    """Is this a prompt that no chat template is applied to? False also for what is no prompt at all."""
+    """Return whether a value is a prompt to which no chat template is applied; False if it is no prompt."""
     if isinstance(prompt, dict):
         return not is_message(prompt)
     return isinstance(prompt, (str, np.ndarray, Completion)) or (_is_token_ids(prompt) and not is_chat(prompt))

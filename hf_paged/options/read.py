@@ -1,4 +1,4 @@
-"""Settings read once: configs that say the same are merged once, and settings that several prompts share are made once.
+"""Caches of settings: equal configs are merged once, and settings that several prompts share are made once.
 
 Stock compares ``max_new_tokens`` with 0 and otherwise hands it through, so that configs which differ in nothing but a
 positive one share a merge. Merges are kept from call to call under what the configs and the keywords say, as a text, so
@@ -30,7 +30,7 @@ class Merge(NamedTuple):
 
 
 class MergeCache:
-    """`merge_config` for the calls of one model.
+    """A cache of `merge_config` for the calls of one model.
 
     Where a text does not tell what a config says, or the code that merges is not transformers' own, each call merges
     anew.
@@ -79,11 +79,11 @@ class SettingsReader:
         self._settings: dict[tuple, tuple[RequestSettings, Merge, RequestOptions]] = {}
 
     def merged(self, config: GenerationConfig | None) -> GenerationConfig:
-        """The merged config of a prompt; raises what `merge_config` raises."""
+        """Return the merged config of a prompt; raises as `merge_config`."""
         return self._merge(config).config
 
     def settings(self, config: GenerationConfig | None, prompt_length: int, options: RequestOptions) -> RequestSettings:
-        """The settings of a prompt; raises what `merge_config`, `settings_from_config` and `settings_with` raise."""
+        """Return the settings of a prompt; raises as `merge_config`, `settings_from_config` and `settings_with`."""
         merge = self._merge(config)
         merged = merge.config
         # A length penalty is checked for the number of new tokens, too.
@@ -104,7 +104,7 @@ class SettingsReader:
 
 
 def call_key(model: Any, kwargs: dict[str, Any]) -> tuple | None:
-    """What a model's config and the keywords of a call say; None where each config has to be merged by itself."""
+    """Return a cache key of a model's config and a call's keywords; None if configs cannot be cached."""
     merging = getattr(model._prepare_generation_config, "__func__", None)
     if merging is not GenerationMixin._prepare_generation_config or MERGING.patched() is not None:
         return None
@@ -115,7 +115,7 @@ def call_key(model: Any, kwargs: dict[str, Any]) -> tuple | None:
 
 
 def _contents(config: Any, but: str = "") -> str | None:
-    """What a config says; None where it is of another class."""
+    """Return the text of a config's fields as a cache key; None for a config of another class."""
     if type(config) is not GenerationConfig:
         return None
     return _text({name: value for name, value in vars(config).items() if value is not None and name != but})
@@ -126,5 +126,5 @@ def _text(values: dict[str, Any]) -> str | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the value's text tells it from any other."""
+    """Return whether the value's text differs from that of any other value."""
     return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_plain, value)))

@@ -1,4 +1,4 @@
-"""What one request asks for: the settings that the engine gets, and the options besides a `GenerationConfig`."""
+"""The options of a request besides a `GenerationConfig`, and the settings that the engine gets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST = 1e9
 
 
 class RequestOptions(NamedTuple):
-    """As they were given; `settings_with` checks them. The defaults ask for nothing."""
+    """The options as given by the caller; `settings_with` checks them. The defaults change nothing."""
 
     logprobs: Any = False
     top_logprobs: Any = None
@@ -34,23 +34,23 @@ class RequestOptions(NamedTuple):
 
     @classmethod
     def among(cls, keywords: dict[str, Any]) -> RequestOptions:
-        """Those among a call's keywords, which are taken out."""
+        """Take the options out of a call's keywords, and return them."""
         return cls(**{name: keywords.pop(name) for name in cls._fields if name in keywords})
 
     @property
     def is_plain(self) -> bool:
-        """Does it ask for nothing?"""
+        """Whether all options have their defaults."""
         return all(map(_is_same, self, PLAIN))
 
     def asked(self) -> list[str]:
-        """The names of those that ask for something."""
+        """Return the names of the options that do not have their defaults."""
         return [name for name, value in self._asdict().items() if not _is_same(value, getattr(PLAIN, name))]
 
     def per_prompt(self, count: int) -> list[RequestOptions]:
-        """Those of each prompt: a list holds a value for each.
+        """Return the options of each prompt; an option that is a list has one value per prompt.
 
         Raises:
-            ValueError: a list of another length; names the option.
+            ValueError: a list has another length; the message names the option.
         """
         lists = {name: value for name, value in self._asdict().items() if _is_list_of_values(name, value)}
         for name, values in lists.items():
@@ -71,7 +71,7 @@ def _is_same(value: Any, plain: Any) -> bool:
 
 @dataclass(frozen=True)
 class RequestSettings(Drawing):
-    """What the scheduler and the sampler know of one request."""
+    """The checked settings of one request for the scheduler, the sampler and the features."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -80,22 +80,22 @@ class RequestSettings(Drawing):
     stop_strings: tuple[str, ...] = ()
     max_time: float | None = None  # seconds from the start of the call
     logprobs: str | None = None  # one of `LOGPROBS`
-    top_logprobs: int | None = None  # of the likeliest tokens besides; None: not even a dict of the drawn one
+    top_logprobs: int | None = None  # number of likeliest tokens; None makes no dict, not even of the drawn token
     prompt_logprobs: bool = False
     prompt_top_logprobs: int | None = None
-    stop_token_ids: tuple[int, ...] = ()  # end it as "stop", and not as "eos"
-    keeps_stop: bool = True  # in the text
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the request as "stop", and not as "eos"
+    keeps_stop: bool = True  # the text contains the stop string or token
     skips_special: bool = True
-    timeout: float | None = None  # seconds from when it was queued
-    on_weight_change: str | None = None  # as in `PagedConfig`; None: what that says
+    timeout: float | None = None  # seconds from the queueing of the request
+    on_weight_change: str | None = None  # as in `PagedConfig`, whose value counts for None
     cache_salt: bytes = b""  # a digest (`salt_digest`): blocks of the prefix cache are shared under the same one
-    adapter_name: str | None = None  # the LoRA adapter to apply alone; None: those that are active in the model
-    structured: Structured | None = None  # the form that the output has to have
-    draft_tokens: int = 0  # guesses that a step may confirm
+    adapter_name: str | None = None  # the only LoRA adapter to apply; None for the adapters active in the model
+    structured: Structured | None = None  # the form that the output must have
+    draft_tokens: int = 0  # the most guesses of a step
 
 
 def check_options(options: RequestOptions, vocab_size: int) -> None:
-    """Raise what `settings_with` raises about a value that is all prompts'."""
+    """Raise as `settings_with` for an invalid value that applies to all prompts."""
     if options.is_plain:
         return
     own = [name for name, value in options._asdict().items() if _is_list_of_values(name, value)]
@@ -104,20 +104,20 @@ def check_options(options: RequestOptions, vocab_size: int) -> None:
 
 
 def _is_list_of_values(name: str, value: Any) -> bool:
-    """Token ids are a list themselves, so there a list of lists (or None) holds one for each prompt."""
+    """Return whether a value is a list with one value per prompt; for ``stop_token_ids`` a list of lists (or None)."""
     if not isinstance(value, (list, tuple)):
         return False
     return name != "stop_token_ids" or any(isinstance(ids, (list, tuple, type(None))) for ids in value)
 
 
 def settings_with(settings: RequestSettings, options: RequestOptions, vocab_size: int) -> RequestSettings:
-    """The settings of a request with its options.
+    """Return the settings of a request with its options.
 
     Args:
-        vocab_size: number of logits of a token: ids lie below it.
+        vocab_size: number of logits of a token; ids must lie below this number.
 
     Raises:
-        ValueError, TypeError: naming the option, its value and what is accepted.
+        ValueError, TypeError: an option is invalid; the message names it, its value and what is accepted.
     """
     if options.is_plain:
         return settings
@@ -140,23 +140,23 @@ def settings_with(settings: RequestSettings, options: RequestOptions, vocab_size
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise TypeError naming the first that is not True or False."""
+    """Raise TypeError for the first flag that is not True or False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r}: expected True or False")
 
 
 def check_weight_change(on_weight_change: Any) -> None:
-    """Raise ValueError for what is neither None nor one of `ON_WEIGHT_CHANGE`."""
+    """Raise ValueError for a value that is neither None nor one of `ON_WEIGHT_CHANGE`."""
     if on_weight_change is not None and on_weight_change not in ON_WEIGHT_CHANGE:
         raise ValueError(f"on_weight_change={on_weight_change!r:.80}: expected None or one of {ON_WEIGHT_CHANGE}")
 
 
 def scoring_only(settings: RequestSettings) -> RequestSettings:
-    """The settings of a request that gets no token.
+    """Return the settings of a request that only scores its prompt.
 
     Raises:
-        ValueError: it does not ask for its prompt's log-probabilities either.
+        ValueError: the settings have no log-probabilities of the prompt.
     """
     if not settings.prompt_logprobs:
         raise ValueError("max_new_tokens=0: expected at least 1, or prompt_logprobs with it")
@@ -164,10 +164,10 @@ def scoring_only(settings: RequestSettings) -> RequestSettings:
 
 
 def logprobs_asked(logprobs: Any, top_logprobs: Any) -> tuple[str | None, int | None]:
-    """Which of `LOGPROBS` a caller asks for, or None, and how many of the likeliest tokens, or None.
+    """Return the kind of `LOGPROBS` or None, and the number of likeliest tokens or None.
 
     Raises:
-        ValueError, TypeError: naming the argument, its value and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message names it, its value and what is accepted.
     """
     if isinstance(logprobs, int) and not isinstance(logprobs, bool):
         if top_logprobs is not None:

@@ -1,4 +1,4 @@
-"""From a transformers `GenerationConfig` to what one request of the engine needs, and what it cannot do natively."""
+"""Conversion of a transformers `GenerationConfig` into the settings of a request; its options that are not native."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LEAVE_OUT = "Leave the option out if its result is not needed."
 
 
 def unsupported_option(config: GenerationConfig) -> Reason | None:
-    """The first option of `config` that only stock generate carries out, or None.
+    """Return the first option of `config` that only stock generate carries out, or None.
 
     An option that this version of hf_paged has never heard of counts as unsupported unless it is None or False.
     """
@@ -42,18 +42,18 @@ def unsupported_option(config: GenerationConfig) -> Reason | None:
 
 
 def options_beyond_tokens(config: GenerationConfig) -> Iterator[Reason]:
-    """As `unsupported_option`, all of them, for `model.generate`, which may return the tokens in a dict."""
+    """Return all options of `unsupported_option` for `model.generate`, which may return the tokens in a dict."""
     with_a_dict = bool(config.return_dict_in_generate)  # as stock asks
     return _beyond(config, _UNASKED_WITH_A_DICT if with_a_dict else _UNASKED_WITHOUT_A_DICT)
 
 
 def stock_only_options(config: GenerationConfig) -> Iterator[Reason]:
-    """As `unsupported_option`, all of them, but options that run in lockstep are supported."""
+    """Return all options of `unsupported_option` that do not run in lockstep either."""
     return _beyond(config, _UNASKED_IN_LOCKSTEP)
 
 
 def option_reason(name: str, value: Any) -> Reason:
-    """That stock has to carry out an option, or an argument of `generate`."""
+    """Return the reason that stock has to carry out an option, or an argument of `generate`."""
     if option_of(name).path == ARGUMENT:
         return Reason(f"{name}={{}} of a GenerationConfig is no option of transformers, which ignores it: it is an "
                       "argument of hf_paged's own calls", described(value), remedy=AS_ARGUMENT)
@@ -94,7 +94,7 @@ def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_siz
 
 
 def reads_prompt_length(config: GenerationConfig) -> bool:
-    """Do the settings of a merged config, if they are right, depend on the length of the prompt?"""
+    """Return whether the settings of a valid merged config depend on the length of the prompt."""
     least = config.min_length
     return config.max_new_tokens is None or (
         config.min_new_tokens is None and least is not None and (type(least) is not int or least > 0)
@@ -150,7 +150,7 @@ _NAMES_IN_CONFIG = dict.fromkeys(("decay_start", "decay_factor"), "exponential_d
 
 
 def _check_numbers(settings: RequestSettings | Edits) -> None:
-    """ValueError naming the first field with a number that int32 or float32, as kernels read them, does not hold."""
+    """Raise ValueError for the first field with a number that does not fit into the int32 or float32 of kernels."""
     for name, value in vars(settings).items():
         if type(value) is Edits:
             if value is not NEUTRAL:
@@ -161,7 +161,7 @@ def _check_numbers(settings: RequestSettings | Edits) -> None:
 
 
 def _is_encodable(value: Any) -> bool:
-    """Do kernels hold this number, or all in this tuple? What is neither is no number of theirs."""
+    """Return whether a number, or all numbers of a tuple, fit into kernels' dtypes; True for other values."""
     if isinstance(value, float):
         return math.isinf(value) or abs(value) <= FLOAT32.max
     if isinstance(value, int):
@@ -170,7 +170,7 @@ def _is_encodable(value: Any) -> bool:
 
 
 def token_id_tuple(value: Any) -> tuple[int, ...]:
-    """An EOS setting (None, int, list or tensor) as a tuple of ints."""
+    """Return an EOS setting (None, int, list or tensor) as a tuple of ints."""
     if value is None:
         return ()
     if isinstance(value, torch.Tensor):
@@ -209,7 +209,7 @@ def _max_time(value: Any) -> float | None:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equality, but 0 is not False and 1 is not True."""
+    """Return whether values are equal, where 0 is not False and 1 is not True."""
     if isinstance(neutral, bool) or isinstance(value, bool) or neutral is None:
         return value is neutral
     return isinstance(value, (int, float, str)) and value == neutral

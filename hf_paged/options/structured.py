@@ -1,4 +1,4 @@
-"""What `structured=` asks for: the form that an output has to have, checked as far as that needs no tokenizer."""
+"""The argument `structured=`: the form that an output must have, checked as far as possible without a tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXPECTED = (f"a dict with one of {KINDS}: a JSON schema (a dict, a JSON text, Tr
             "beside it any_whitespace=False bars line breaks and indents), a regular expression, a list of texts, an "
             "EBNF grammar whose first rule is called root")
 _COMPACT = "any_whitespace"
-# A grammar that stands for transformers' and xgrammar's own descriptions of tool calls; the server makes these.
+# The kind of xgrammar's structural tags, by which the server describes tool calls.
 STRUCTURAL_TAG = "structural_tag"
 
 
@@ -38,7 +38,7 @@ class Structured(NamedTuple):
 
 
 def check_size(structured: Structured, most: int) -> None:
-    """FormError for a form whose text has more than ``most`` bytes."""
+    """Raise FormError for a form whose text has more than ``most`` bytes."""
     size = len(structured.text.encode("utf-8", "surrogatepass"))
     if size > most:
         raise FormError(structured, f"it has {size:,} bytes; expected at most structured_max_bytes={most:,} "
@@ -104,7 +104,7 @@ _READERS: dict[str, Callable[[Any], str]] = {
 
 
 def choices_as_grammar(choices: list[str]) -> str:
-    """An EBNF grammar of these texts and no other."""
+    """Return an EBNF grammar of exactly these texts."""
     return "root ::= " + " | ".join(f'"{"".join(map(_escaped, text))}"' for text in choices)
 
 

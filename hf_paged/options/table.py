@@ -29,13 +29,13 @@ MASK, SCALE = "mask", "scale"
 
 @dataclass(frozen=True)
 class Option:
-    """One option. None always means that it is not asked for.
+    """One option. The value None always means that the option is off.
 
     Attributes:
         path: one of `PATHS`.
-        neutral: values that leave the tokens alone.
+        neutral: values that change no token.
         made: the class of processor or criterion that stock makes for the option.
-        only_sampling: greedy search does not look at the option.
+        only_sampling: greedy search ignores the option.
         is_active: whether stock makes that class for a value that is not None.
         edits: fields of `Edits` by a value that is active (see `option_values`).
         draws: the checked value by the name and the value, of an option that is a field of `Drawing`.
@@ -63,7 +63,7 @@ class Option:
         return value is not None and bool(self.is_active(value))
 
 
-# In the order in which stock applies the processors.
+# Options with processors, in the order in which stock applies these.
 _PROCESSORS = (
     Option("guidance_scale", LOCKSTEP, (None, 1, 1.0), made=processors.UnbatchedClassifierFreeGuidanceLogitsProcessor),
     Option("sequence_bias", NATIVE, made=processors.SequenceBiasLogitsProcessor, edits=values.sequence_bias,
@@ -129,7 +129,7 @@ _OTHERS = (
     Option("max_time", NATIVE, made=criteria.MaxTimeCriteria),
     Option("stop_strings", NATIVE, made=criteria.StopStringCriteria),
     Option("num_beams", LOCKSTEP, (None, 1)),
-    # Without `return_dict_in_generate` the two below it ask for nothing; it is native unless one of them asks for more.
+    # Without `return_dict_in_generate` the two options below it have no effect; with it alone a call is native.
     Option("return_dict_in_generate", LOCKSTEP, shapes_result=True),
     Option("output_scores", LOCKSTEP, shapes_result=True),
     Option("output_logits", LOCKSTEP, shapes_result=True),
@@ -156,12 +156,12 @@ DRAWS = tuple(option for option in OPTIONS.values() if option.draws is not None)
 
 
 def names(*paths: str) -> tuple[str, ...]:
-    """The options that are carried out in one of these ways."""
+    """Return the names of the options with one of these paths."""
     return tuple(option.name for option in OPTIONS.values() if option.path in paths)
 
 
 def option_of(name: str) -> Option:
-    """The row of an option; one that the table does not have is stock's unless it is None or False."""
+    """Return the row of an option; an unknown option is left to stock unless its value is None or False."""
     return OPTIONS.get(name) or Option(name, STOCK)
 
 
@@ -169,7 +169,7 @@ _MADE = {name: option.made for name, option in OPTIONS.items() if option.path ==
 
 
 def classes(config: GenerationConfig) -> Iterator[type]:
-    """The classes of processors and criteria that stock makes for the native options of a merged config."""
+    """Yield the classes of processors and criteria that stock makes for the native options of a merged config."""
     for name, value in vars(config).items():
         if value is None or name not in _MADE:
             continue

@@ -1,4 +1,4 @@
-"""One HTTP request that generates: its cache salt, what ends together with it, and `model.generate` on its behalf."""
+"""HTTP requests that generate: their settings, their end, and `model.generate` for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hf_paged.sampling.sampler import derive_seed
 from hf_paged.server.errors import settings_error
 from hf_paged.server.server_request import ServerRequest
 
-# What generate returns besides tokens; the server's answers hold nothing of it.
+# Options of results besides tokens, which no answer of the server contains.
 _NOT_TOKENS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions",
                "output_hidden_states")
 
@@ -33,23 +33,23 @@ CURRENT: ContextVar[ServedCall | None] = ContextVar("hf_paged_served_call", defa
 
 
 class RefusedRequestError(ValueError):
-    """The request cannot be carried out; the message is for its client."""
+    """An error of a request that cannot run; the message is for its client."""
 
 
 class ServedCall:
-    """What the server knows of one HTTP request besides its body. Made on the server's event loop.
+    """The server's state of one HTTP request. Made on the server's event loop.
 
     Args:
-        cache_salt: cached prefixes are shared with requests of the same salt alone (None: of none).
-        on_enabled: called when a model was enabled for it.
+        cache_salt: the request shares cached prefixes only with requests of the same salt (or, for None, of none).
+        on_enabled: called when a model was enabled for the request.
 
     Attributes:
         over: set when the HTTP request has ended, answered or abandoned by its client.
         streams: a streamed answer was started, whose status depends on `verdict`.
-        settings: the generation settings of its body, as reasons name them.
-        wishes: what its body asks for.
-        adapter_name: of the LoRA adapter that its `model` field names; None: it names the model.
-        form: that the answer has to have, once the grammar is there.
+        settings: the text by which error messages name the generation settings of the body.
+        wishes: the fields of the body.
+        adapter_name: the LoRA adapter that the body's `model` field names; None if it names the model.
+        form: the form of the answer; set when its grammar is compiled.
     """
 
     def __init__(self, cache_salt: str | None = None, on_enabled: Callable[[], None] = lambda: None) -> None:
@@ -68,36 +68,36 @@ class ServedCall:
 
     @classmethod
     def current(cls) -> ServedCall:
-        """The HTTP request that is being answered in this context, or a new one where none was noted."""
+        """Return the HTTP request that is answered in this context, or a new one if there is none."""
         return CURRENT.get() or cls()
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Do it when the HTTP request ends, however it does."""
+        """Call ``action`` when the HTTP request ends, answered or abandoned."""
         self._at_end.append(action)
 
     def end(self) -> None:
-        """The client does not wait for the answer any more."""
+        """End the request, since the client has its answer or does not wait for it any more."""
         self.over.set()
         while self._at_end:
             self._at_end.pop()()
 
     def begin(self) -> None:
-        """The generation made its first token, or ended without one. From any thread."""
+        """Note that generation made its first token, or ended without one. Thread-safe."""
         self._loop.call_soon_threadsafe(self._settled.set)
 
     def refuse(self, reason: str) -> None:
-        """The request cannot be carried out, for this reason. From any thread."""
+        """Refuse the request for this reason. Thread-safe."""
         self.refusal = self.refusal or reason
         self.begin()
 
     async def verdict(self) -> str | None:
-        """Why the request was refused; None once it began."""
+        """Wait until the request begins or is refused; returns the reason of the refusal, or None."""
         await self._settled.wait()
         return self.refusal
 
 
 def tokens_only(config: GenerationConfig) -> GenerationConfig:
-    """A copy of `config` with which generate returns tokens alone."""
+    """Return a copy of `config` with which generate returns tokens alone."""
     config = copy.deepcopy(config)
     for name in _NOT_TOKENS:
         setattr(config, name, False)
@@ -105,9 +105,9 @@ def tokens_only(config: GenerationConfig) -> GenerationConfig:
 
 
 class GeneratesFor:
-    """A model as the server's code uses it, whose `generate` runs for one HTTP request and ends with it.
+    """A wrapper of a model for transformers' server code, whose `generate` runs for one HTTP request and ends with it.
 
-    `index`: of the choice of the answer, which has a seed of its own.
+    `index`: index of the answer's choice, which has a seed of its own.
     """
 
     def __init__(self, model: Any, call: ServedCall, index: int = 0) -> None:
@@ -119,16 +119,16 @@ class GeneratesFor:
         return getattr(self._model, name)
 
     def generate(self, generation_config: GenerationConfig, streamer: Any = None, **kwargs: Any) -> Any:
-        """`model.generate` under the request's salt.
+        """Call `model.generate` with the request's salt, seed, form and adapter.
 
         Raises:
             CallEndedError: the HTTP request ended.
-            RefusedRequestError: the settings are such that `model.generate` cannot carry them out.
+            RefusedRequestError: `model.generate` does not accept the settings.
         """
         call = self._call
         end = EndOfCall(call.over)
         try:
-            end.check()  # it may have waited for its turn
+            end.check()  # the request may have ended while it was queued
             _check(generation_config=generation_config, **kwargs)
             if streamer is not None:
                 streamer = _BeginsWithAToken(streamer, call)
@@ -157,15 +157,15 @@ class GeneratesFor:
                               functools.partial(self._draws, inputs))
 
     def _adapter(self, inputs: dict[str, Any], config: GenerationConfig) -> AbstractContextManager[None]:
-        """In here rows of the model run under the request's adapter."""
+        """Return a context in which rows of the model use the request's adapter."""
         name = self._call.adapter_name
         return nullcontext() if name is None else each_under(self._model, [name] * len(inputs["input_ids"]), config)
 
     def _draws(self, inputs: dict[str, Any]) -> bool:
-        """Can one token be drawn after this prompt, with settings that leave the logits alone?"""
+        """Return whether a token can be drawn after this prompt with settings that do not change the logits."""
         plain = GenerationConfig(max_new_tokens=1, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
         try:
-            with call_salt(salt_digest(self._call.cache_salt)), self._adapter(inputs, plain):  # it is cached here, too
+            with call_salt(salt_digest(self._call.cache_salt)), self._adapter(inputs, plain):  # salted: it is cached
                 self._model.generate(generation_config=plain, **inputs)
         except Exception:
             return False
@@ -173,7 +173,7 @@ class GeneratesFor:
 
 
 def _expected(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> str:
-    """The engine's error for these settings: it names options and accepted values where transformers may not."""
+    """Return the engine's error for these settings, which names options and accepted values."""
     try:
         merged = merge_config(model, tokens_only(config), {})
         settings_from_config(merged, inputs["input_ids"].shape[1], model.config.get_text_config().vocab_size)
@@ -185,20 +185,20 @@ def _expected(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> s
 
 
 def _check(input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any) -> None:
-    """What stock generate notices only by breaking, or breaks the model for others with."""
+    """Raise RefusedRequestError for settings with which stock generate crashes, or breaks the model for others."""
     if input_ids.numel() == 0:
         raise RefusedRequestError("prompt: expected at least one token")
     num_beams = generation_config.num_beams
     if isinstance(num_beams, int) and num_beams < 1:
         raise RefusedRequestError(f"num_beams={num_beams}: expected an integer of at least 1")
     early_exit = generation_config.assistant_early_exit
-    if early_exit is not None:  # stock's drafts take layers off the model, and leave it so where they break
+    if early_exit is not None:  # stock removes layers for its drafts, and does not restore them if a draft raises
         raise RefusedRequestError(f"assistant_early_exit={early_exit!r:.200}: expected null, since other requests run "
                                   "on the same model")
 
 
 class _BeginsWithAToken:
-    """Passes on what `generate` streams, the prompt first, and notes the first token."""
+    """A streamer that passes all values on (the prompt first), and notes the first token."""
 
     def __init__(self, streamer: Any, call: ServedCall) -> None:
         self._streamer = streamer

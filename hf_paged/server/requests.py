@@ -1,4 +1,4 @@
-"""One HTTP request in the batching manager; by `model.generate` where the engine does not take it."""
+"""HTTP requests in the batching manager, or by `model.generate` if they are not native."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from hf_paged.integration.stock_pieces import CallEndedError
 from hf_paged.sampling.sampler import derive_seed
 from hf_paged.server.calls import GeneratesFor, RefusedRequestError, ServedCall
 
-# The server's own length where a body says none. With less room than this, a request that wants more than there is runs
-# by `model.generate`, which goes past the model's positions; with more room it ends there, as of "length".
+# The default of a body's max_tokens. A request with more new tokens than there is room for runs by `model.generate`,
+# which goes past the model's positions, if the room is below this; otherwise the request ends there as "length".
 LEAST_ROOM = 1024
 
 
 class ServedRequests:
-    """Stands for the batching manager while the server's own code makes one request of it.
+    """A substitute of the batching manager, to which transformers' server code adds one request.
 
     Args:
-        manager: the manager of all requests; None: the server runs them by `model.generate`.
+        manager: the manager of all requests; None if the server runs them by `model.generate`.
         thread: transformers' thread for `model.generate`.
-        config: the request's settings; ``max_new_tokens`` is set to what it got where that was cut.
-        settings: what the engine is told of them; None: the engine does not carry them out.
-        inputs: for `model.generate`, on the model's device; None: the prompt's tokens alone.
-        index: of the choice that it makes.
+        config: the request's settings; ``max_new_tokens`` becomes the number of tokens of a request that was cut.
+        settings: the settings for the engine; None if they are not native.
+        inputs: inputs of `model.generate` on the model's device; None for the prompt's tokens alone.
+        index: index of the answer's choice.
     """
 
     def __init__(self, manager: PagedBatchingManager | None, thread: Any, model: Any, processor: Any,
@@ -57,11 +57,11 @@ class ServedRequests:
         return self._manager.background_thread_status
 
     def is_dead(self) -> bool:
-        """Did the thread of the manager end before its time?"""
+        """Return whether an error ended the manager's thread."""
         return self._manager is not None and self._manager.background_thread_status.fatal_error is not None
 
     def add_request(self, input_ids: list[int], request_id: str, streaming: bool = False, **lengths: Any) -> str:
-        """Queue the one request; as `PagedBatchingManager.add_request`."""
+        """Queue the one request, as `PagedBatchingManager.add_request` does."""
         from transformers.cli.serving.utils import CBWorkerDeadError
 
         self._request = BatchedRequest(request_id, list(input_ids), streaming=streaming)
@@ -82,13 +82,13 @@ class ServedRequests:
         return request_id
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        """As `PagedBatchingManager.register_result_handler`, for outputs of `model.generate`, too."""
+        """Register a callback as `PagedBatchingManager.register_result_handler`, also for `model.generate`."""
         self._callback = callback
         if self._manager is not None and self._settings is not None:
             self._manager.register_result_handler(request_id, self._receive)
 
     def cancel_request(self, request_id: str) -> None:
-        """The HTTP request ends, and with it this one."""
+        """End the HTTP request and all its requests."""
         self.call.end()
 
     def _receive(self, output: GenerationOutput) -> None:
@@ -122,14 +122,14 @@ class ServedRequests:
         self._thread.submit(self._generate)
 
     def _generate(self) -> None:
-        """In the thread: what `model.generate` makes of the request, as outputs of it."""
+        """Run the request by `model.generate` in transformers' thread, and send its outputs."""
         request = self._request
         assert request is not None
         config, inputs = copy.deepcopy(self._config), self._inputs
         if inputs is None:
             ids = torch.tensor([request.prompt], dtype=torch.int64, device=self._model.device)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            config.use_cache = True  # the server turned it off, since continuous batching keeps a cache of its own
+            config.use_cache = True  # the server has set it to False for continuous batching
         tokens = _Tokens(request, self._send) if request.streaming else None
         error = None
         try:
@@ -147,7 +147,7 @@ class ServedRequests:
 
 
 class _Tokens:
-    """A streamer: the prompt, which it leaves out, then every token as an output of the request so far."""
+    """A streamer that skips the prompt, and sends an output with all tokens so far for each new token."""
 
     def __init__(self, request: BatchedRequest, send: Callable[[GenerationOutput], None]) -> None:
         self._request = request
@@ -156,9 +156,9 @@ class _Tokens:
 
     def put(self, value: torch.Tensor) -> None:
         if not self._is_prompt:
-            self._request.extend(value.flatten().tolist(), None)  # drafts that were accepted come as a row
+            self._request.extend(value.flatten().tolist(), None)  # several tokens if drafts were accepted
             self._send(self._request.output())
         self._is_prompt = False
 
     def end(self) -> None:
-        """The last output follows when `generate` has returned."""
+        """Do nothing: `_generate` sends the last output."""

@@ -1,11 +1,11 @@
-"""The protocol of features: what some requests want beyond their tokens, each in a file of its own.
+"""The protocol of features: functions beyond sampled tokens that only some requests use, each in a file of its own.
 
-A feature is a `StepFeature`. It has the requests that use it, and methods (hooks) that the engine's loop calls at fixed
-points of a step. A step calls a hook only of features that a running request uses, and only if the feature defines it.
+A feature is a `StepFeature`. It holds the requests that use it, and has methods (hooks) that the engine's loop calls at
+fixed points of a step. A step calls a hook only of features that an unfinished request uses and that define the hook.
 
-A method whose first argument is ``request`` does something for that one request: it runs through `attempt`, so that
-what it raises ends that request and no other. `FeatureSet` does so for the hooks that it calls itself; a hook that is
-given several requests, or none, passes each through `self.attempt`.
+A hook whose first argument is ``request`` works for that one request and runs through `attempt`: an exception ends that
+request and no other. `FeatureSet` calls such hooks so; a hook that gets several requests, or none, passes its work for
+each request through `self.attempt`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class CommittedStep:
-    """A step whose tokens have come.
+    """A step whose tokens are on the host.
 
     Attributes:
-        plan: of its R rows.
-        handle: what the device brought besides the tokens.
-        tokens: [R] int64, undefined for rows that sample nothing, -1 where logits were invalid.
-        weights_version: of the weights that made the tokens.
+        plan: the plan of its R rows.
+        handle: the other results of the step.
+        tokens: [R] int64, undefined for rows that sample nothing, -1 if logits were invalid.
+        weights_version: version of the weights that computed the step.
     """
 
     def __init__(self, plan: StepPlan, handle: StepHandle, tokens: np.ndarray, weights_version: int) -> None:
@@ -42,19 +42,20 @@ class CommittedStep:
 
     @cached_property
     def token_list(self) -> list[int]:
-        """The tokens as Python's numbers."""
+        """The tokens as Python ints."""
         found: list[int] = self.tokens.tolist()
         return found
 
 
 class StepFeature:
-    """What some requests want beyond their tokens. Each method below is a hook that does nothing by default.
+    """A function beyond sampled tokens that some requests use. Each method below is a hook, which by default does
+    nothing.
 
     Attributes:
-        requests: the unfinished ones that use the feature, by id.
-        attempt: ``attempt(request, action, *args)`` returns what the action does; None where it raised, and the
-            request has ended with that.
-        hooks: names of those that the class defines.
+        requests: the unfinished requests that use the feature, by id.
+        attempt: ``attempt(request, action, *args)`` returns what the action returns; None if the action raised, which
+            ends the request with that error.
+        hooks: names of the hooks that the class defines.
     """
 
     hooks: ClassVar[frozenset[str]] = frozenset()
@@ -67,7 +68,8 @@ class StepFeature:
         cls.hooks = frozenset(name for name in HOOKS if getattr(cls, name) is not getattr(StepFeature, name))
 
     def of_row(self, plan: StepPlan, row: int) -> Request | None:
-        """The request of a row, if it uses the feature and has not ended: another may have its id by now."""
+        """Return the unfinished request of a row if it uses the feature, else None (also for a request that got the
+        id of an ended one)."""
         sequence = plan.sequences[row]
         request = self.requests.get(sequence.request_id)
         return request if request is not None and request.sequence is sequence else None
@@ -75,89 +77,91 @@ class StepFeature:
     # -- a request comes and goes -----------------------------------------------------------------------------------
 
     def uses(self, request: Request) -> Any:
-        """Is the feature to meet this request? Asked once, when its settings are there."""
+        """Return whether the request uses the feature. Called once, when the request is made."""
         raise NotImplementedError
 
     def admit(self, request: Request) -> None:
-        """Set the request up, in its caller's thread and before it is queued: what is raised here, the caller gets."""
+        """Set the request up in its caller's thread before it is queued; an exception is raised to the caller."""
 
     def start_over(self, request: Request, made: list[int]) -> bool | None:
-        """Go on behind this output: of a request that came with it, or was interrupted. True: it ends there."""
+        """Set the request up to continue the output ``made``, of an earlier request or before an interrupt. Returns
+        True if the request ends there."""
 
     def started(self, request: Request) -> None:
-        """The request got its slot, for the first time or again."""
+        """Handle a request that got its slot, for the first time or again."""
 
     def leave(self, request: Request) -> None:
-        """The request has ended, or its caller is gone."""
+        """Clean up after a request that has ended or was dropped."""
 
     # -- before a launch --------------------------------------------------------------------------------------------
 
     def due(self) -> Iterable[Request]:
-        """Requests whose time is over."""
+        """Return the requests whose deadline has passed."""
         return ()
 
     def model_may_differ(self) -> bool:
-        """Has the model to be compared with what it was, since the feature's part of it changed?"""
+        """Return whether the feature's part of the model changed, so that the model has to be compared."""
         return False
 
     def prepared(self) -> None:
-        """The runner was prepared for the model as it is now. Told also while no request uses the feature."""
+        """Handle a runner that was prepared for the model as it is now. Called also while no request uses the feature.
+        """
 
     def unfit(self, requests: Iterable[Request]) -> list[tuple[Request, str]]:
-        """Those of the requests that cannot run on the model as it is now, each with the error that says why."""
+        """Return the requests that cannot run on the model as it is now, each with its error message."""
         return []
 
     def drafts(self, num_running: int, device_type: str) -> Drafts:
-        """By slot, tokens that may follow; rows of the next step check them."""
+        """Return guesses of the next tokens by slot; rows of the next step check them."""
         return NO_DRAFTS
 
     def before(self, plan: StepPlan, wanted: Wanted) -> Wanted:
-        """What a launch has to bring besides tokens, added to what others want."""
+        """Add to ``wanted`` the results besides tokens that the feature needs of the step to be launched."""
         return wanted
 
     def samples_late(self, plan: StepPlan) -> bool:
-        """Is the step to draw its tokens under masks that come after the launch (see `masks`)?"""
+        """Return whether the step is to sample under masks that are made after the launch (see `masks`)."""
         return False
 
     def masks(self, plan: StepPlan, before: tuple[StepPlan, np.ndarray] | None, *, beside: bool) -> PendingMasks:
         """Begin to make the masks of a launched step that samples late.
 
         Args:
-            plan: of the step.
-            before: the step before it with its tokens [R], where that is not committed yet.
-            beside: while this thread goes on.
+            plan: the plan of the step.
+            before: the plan of the step before and its tokens [R], if that step is not committed yet.
+            beside: make the masks in other threads while this thread goes on.
         """
         raise NotImplementedError
 
     # -- after it ---------------------------------------------------------------------------------------------------
 
     def ends(self, step: CommittedStep, sampled: np.ndarray) -> Iterable[int]:
-        """Rows, of those marked in ``sampled`` [R], whose token is the last of their request, before it is committed.
-        The scheduler counts no guess behind such a row; `take` of the row says why the request ends."""
+        """Return the rows among ``sampled`` [R] whose token is the last of their request; called before the commit.
+        The scheduler then accepts no guess behind such a row; `take` of the row returns why the request ends."""
         return ()
 
     def committed(self, step: CommittedStep, rows: list[int]) -> None:
-        """Give requests what the step brought. ``rows``: those whose token was taken, ascending."""
+        """Give requests the results of the step. ``rows``: rows whose token was accepted, ascending."""
 
     def take(self, request: Request, step: CommittedStep, row: int) -> str | None:
-        """Give one request what the step brought with one token; the reason for which it ends now, if it does."""
+        """Give one request the results of one row; returns the ``finish_reason`` if the request ends now, else None."""
 
     def weights_changed(self, request: Request, version: int) -> None:
-        """All tokens so far were made with the weights of this version, and later ones are not."""
+        """Note that weights of this version generated all tokens so far, and other weights will generate the next."""
 
     def stream(self, request: Request, step: CommittedStep, row: int, fields: dict[str, Any]) -> None:
-        """Add to the fields of a `StepOutput` with one new token."""
+        """Add fields to a `StepOutput` with one new token."""
 
     def complete(self, request: Request, last: LastOutput) -> None:
-        """Add to a request's last output."""
+        """Add fields to a request's last output."""
 
     def lose_steps(self) -> None:
-        """What was launched is lost: after an interrupt, or with the pool. Told also while no request uses the
-        feature."""
+        """Drop the state of launched steps, which are lost after an interrupt or with the pool. Called also while no
+        request uses the feature."""
 
     def forget(self) -> None:
-        """Forget what is kept of earlier requests, with the prefix cache. Told also while no request uses the
-        feature."""
+        """Drop what is kept of earlier requests, when the prefix cache is emptied. Called also while no request uses
+        the feature."""
 
 
 HOOKS = [name for name, value in vars(StepFeature).items() if isfunction(value) and not name.startswith("_")]

@@ -1,4 +1,4 @@
-"""Requests that name a LoRA adapter, which may come, change and go while they run."""
+"""Requests that name a LoRA adapter, which may be added, changed and removed while the requests run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hf_paged.models.tuners import AdapterCounts
 
 
 class Adapters(StepFeature):
-    """Looks whether the adapters of requests are there, and may be named.
+    """A check that the model has the adapters that requests name, and can run them.
 
     Args:
-        executor: of the model that has them.
+        executor: the executor of the model.
     """
 
     def __init__(self, executor: ModelExecutor) -> None:
         super().__init__()
         self._executor = executor
-        self._counts = AdapterCounts(())  # when the runner was prepared
+        self._counts = AdapterCounts(())  # as of the last `prepared`
 
     def uses(self, request: Request) -> bool:
         return request.settings.adapter_name is not None
@@ -40,6 +40,6 @@ class Adapters(StepFeature):
         return [(request, errors[name]) for request, name in named if name in errors]
 
     def errors(self, names: Iterable[str | None]) -> dict[str, str]:
-        """What is wrong with those of these adapters that rows cannot name, as the model is now."""
+        """Return an error message by name for each of these adapters that rows cannot use on the model as it is now."""
         reasons = {name: self._executor.adapter_reason(name) for name in dict.fromkeys(names) if name is not None}
         return {name: f"adapter_name={name!r}: {reason.with_remedy}" for name, reason in reasons.items() if reason}

@@ -1,4 +1,4 @@
-"""Requests that end as "timeout" when their time is over, wherever they are."""
+"""Requests that end with ``finish_reason="timeout"`` after their deadline, also while they wait."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Deadlines(StepFeature):
     """The time limits of requests.
 
     Args:
-        is_own_clock: this process ends late requests. Ranks of a sharded model end requests together, by rank 0's clock
-            (`CommandQueue`).
+        is_own_clock: this process ends late requests by its own clock. Ranks of a sharded model end requests together,
+            by the clock of rank 0 (`CommandQueue`).
     """
 
     def __init__(self, is_own_clock: bool) -> None:

@@ -1,9 +1,9 @@
-"""Which requests guess at their next tokens, and what they guess: text that stood in their prompts, or that other
-requests made of the same prompt.
+"""Guesses of the next tokens of a request (speculative decoding): continuations of equal text in its prompt, in its
+output, or in outputs of other requests of the same prompt.
 
-A guess changes no token (`Scheduler.schedule` confirms it), so all here is about speed, and follows from the tokens
-alone. Prompt lookup is due to Saxena 2023 (prompt-lookup-decoding), looking at other rollouts to SuffixDecoding
-(Oliaro et al. 2024, arXiv 2411.04975).
+A guess changes no token of the output (the step that computes it confirms it), only speed. Prompt lookup is due to
+Saxena 2023 (prompt-lookup-decoding), lookup in other rollouts to SuffixDecoding (Oliaro et al. 2024,
+arXiv 2411.04975).
 """
 
 from __future__ import annotations
@@ -23,48 +23,49 @@ from hf_paged.scheduler.drafts import MOST_GUESSING_ROWS, NO_DRAFTS, Drafts
 
 # Guesses of a request in one step: with its known token they are a step of 8 rows, for which there is a graph.
 MOST_DRAFTS = 7
-# A request guesses while a run of guesses brought as many tokens on average, lately.
+# A request begins to guess when the running mean of right guesses per run reaches _GAIN_ON, and stops below _GAIN_OFF.
 _GAIN_OFF, _GAIN_ON = 0.5, 1.0
 _OF_LAST_RUN = 0.25
-# In a text that had so many tokens in common with another, one token that differs is taken for a replaced one.
+# After so many tokens in common with another text, one token that differs counts as replaced, and the match goes on.
 _COPIED = 8
-# Tokens of the prompt that a request's own text begins with.
+# Last tokens of the prompt that a request's own text begins with.
 _TAIL = 16
-# Tokens that are remembered: of one prompt with all that was made of it (a long one alone may have more), and of all.
+# Tokens that are kept: of one prompt with its outputs (a long prompt alone may have more), and of all prompts.
 MOST_OF_PROMPT, MOST_REMEMBERED, MOST_PROMPTS = 1 << 16, 1 << 18, 1024
 
 
 class StepCosts(NamedTuple):
-    """What guesses cost, in the time that a step takes however many rows it has.
+    """The cost of guesses, in units of the fixed time of a step (the part that does not depend on its rows).
 
     Attributes:
-        row: One more row.
-        waiting: That a step is planned when the one before it is done, and not while it runs.
+        row: cost of one more row.
+        waiting: cost of planning a step after the one before it is done, and not while it runs.
     """
 
     row: float
     waiting: float
 
 
-# 0.6B on an H200: a step of 8 rows took 1.25 ms, and one with guesses 2.3, of which the host's part is the same for
-# larger models. Small models on a CPU, whose steps wait in any case.
+# cuda: a 0.6B model on an H200, where a step of 8 rows took 1.25 ms, and one with guesses 2.3 ms, of which the host's
+# part is the same for larger models. cpu: small models; steps on a CPU never overlap, so that waiting costs nothing.
 COSTS = {"cuda": StepCosts(1 / 64, 1.0), "cpu": StepCosts(1 / 8, 0.0)}
 
 
 class Drafter:
     """Guesses for one request.
 
-    Whether it guesses depends on what guesses would have brought so far, made or not: each time that the text stood
-    somewhere before, a run of guesses begins there, and ends with the first that is wrong.
+    Whether the drafter guesses depends on how many guesses would have been right so far, made or not: each time that
+    the end of the text occurred before, a run of guesses begins, which ends with the first wrong guess.
 
     Args:
-        index: of its prompt and of what others made of it; the request's own text goes there.
-        known: tokens that it has: some of its prompt, and its output.
-        most: guesses of a step.
+        index: index of the request's prompt and of other outputs of it; the request's own text is added to it.
+        known: the last tokens of the prompt, and the output so far.
+        num_output: number of output tokens in ``known``.
+        most: the most guesses of a step.
 
     Attributes:
-        num_seen: tokens of the output that it knows.
-        gain: tokens that a run of guesses brings.
+        num_seen: number of output tokens that were pushed.
+        gain: running mean of the right guesses of a run.
     """
 
     def __init__(self, index: TokenIndex, known: list[int], num_output: int, most: int) -> None:
@@ -74,10 +75,10 @@ class Drafter:
         self.gain = _GAIN_ON
         self._is_on = True
         self._match: Match | None = index.look_up(self._text)
-        self._in_run = self._num_right = 0  # guesses of the run under way that were looked at, and were right
+        self._in_run = self._num_right = 0  # guesses of the present run that were checked, and that were right
 
     def push(self, tokens: list[int]) -> None:
-        """The request's next tokens."""
+        """Append the request's next tokens, and check the guesses of the present run against them."""
         index, text, done = self._index, self._text, 0
         while done < len(tokens):
             match = self._match
@@ -111,7 +112,7 @@ class Drafter:
         self.num_seen += len(tokens)
 
     def guesses(self, most: int, least_chance: float) -> list[int]:
-        """At most so many tokens that may come next, each with at least this chance to be right."""
+        """Return at most ``most`` guesses, each with a chance of at least ``least_chance`` to be right."""
         if self._match is None or not self._is_on:
             return []
         likely = int(math.log(least_chance) / math.log(self.chance))
@@ -119,7 +120,7 @@ class Drafter:
 
     @property
     def chance(self) -> float:
-        """Of a guess to be right if those before it are: that of runs without an end that are as long on average."""
+        """The chance of a guess to be right if the guesses before it are: that of geometric runs of mean `gain`."""
         return self.gain / (1.0 + self.gain)
 
     def _end_run(self) -> None:
@@ -129,18 +130,18 @@ class Drafter:
 
 
 class Rollouts:
-    """Indexes of prompts with what was made of them, the latest used ones."""
+    """Indexes of the most recently used prompts, each with the outputs of its requests."""
 
     def __init__(self) -> None:
         self._indexes: OrderedDict[bytes, TokenIndex] = OrderedDict()
 
     @property
     def num_tokens(self) -> int:
-        """That are remembered."""
+        """The number of tokens in all indexes."""
         return sum(index.num_tokens for index in self._indexes.values())
 
     def index_of(self, prompt: list[int], salt: bytes) -> TokenIndex:
-        """The index of a prompt, of requests of one salt."""
+        """Return the index of a prompt for requests of one cache salt; drops the least recently used ones."""
         key = blake2b(np.array(prompt, np.int64).tobytes(), digest_size=16).digest() + salt
         index = self._indexes.pop(key, None)
         if index is None:
@@ -154,12 +155,12 @@ class Rollouts:
         return index
 
     def forget(self) -> None:
-        """All of them."""
+        """Drop all indexes."""
         self._indexes.clear()
 
 
 def _latest_half(index: TokenIndex) -> TokenIndex:
-    """The prompt, and of the other texts the latest, up to half of what is remembered of a prompt."""
+    """Return a new index of the prompt and the latest other texts, up to half of `MOST_OF_PROMPT` tokens."""
     prompt, *others = index.texts
     room, kept = MOST_OF_PROMPT // 2, 0
     for text in reversed(others):
@@ -183,12 +184,12 @@ class Speculation(StepFeature):
     def __init__(self, is_on: bool = True) -> None:
         super().__init__()
         self._is_on = is_on
-        self._running: dict[str, Request] = {}  # those that got a slot: a step looks at no others
-        self._drafters: dict[str, Drafter] = {}  # of those that had tokens
+        self._running: dict[str, Request] = {}  # requests that got a slot, so that a step visits no waiting ones
+        self._drafters: dict[str, Drafter] = {}  # of requests that ran, by request id
         self._rollouts = Rollouts()
 
     def uses(self, request: Request) -> bool:
-        # A grammar says after each token what may follow.
+        # No guesses under a grammar, whose masks are made for one next token a step.
         settings = request.settings
         return bool(self._is_on and settings.draft_tokens and request.grammar is None and settings.structured is None)
 
@@ -200,18 +201,18 @@ class Speculation(StepFeature):
 
     def leave(self, request: Request) -> None:
         self._running.pop(request.request_id, None)
-        self._drafters.pop(request.request_id, None)  # what it made is remembered
+        self._drafters.pop(request.request_id, None)  # the output stays in the index of its prompt
 
     def forget(self) -> None:
         self._rollouts.forget()
 
     def drafts(self, num_running: int, device_type: str) -> Drafts:
-        """Nothing where guesses would not pay. ``num_running``: requests that a step has rows for."""
+        """Return guesses by slot if the expected gain is above their cost. ``num_running``: running requests."""
         costs = COSTS.get(device_type, COSTS["cuda"])
         most = min(MOST_DRAFTS, MOST_GUESSING_ROWS // max(1, num_running) - 1)
         if most < 1 or not self._running:
             return NO_DRAFTS
-        rate = num_running / (1.0 + costs.row * num_running)  # tokens in that time, without guesses
+        rate = num_running / (1.0 + costs.row * num_running)  # tokens per fixed time of a step, without guesses
         found: dict[int, list[int]] = {}
         gain, lost = 0.0, rate * costs.waiting
         for request in list(self._running.values()):
@@ -223,7 +224,7 @@ class Speculation(StepFeature):
         return found if gain > lost else NO_DRAFTS
 
     def _guesses(self, request: Request, most: int, least_chance: float) -> Guesses | None:
-        """What may follow in one request."""
+        """Return the guesses of one request; None if the request has no new token to guess behind."""
         sequence = request.sequence
         if sequence.status is not Status.RUNNING:
             return None
@@ -232,7 +233,7 @@ class Speculation(StepFeature):
             drafter = self._drafters[request.request_id] = self._drafter_of(request)
         drafter.push(sequence.output_from(drafter.num_seen))
         if not 0 < drafter.num_seen == sequence.num_output_tokens:
-            return None  # its prompt is computed, or it started over and makes the same tokens again
+            return None  # the prompt is being computed, or the request started over and regenerates its output
         return Guesses(drafter.guesses(most, least_chance), drafter.chance)
 
     def _drafter_of(self, request: Request) -> Drafter:
@@ -243,7 +244,7 @@ class Speculation(StepFeature):
 
 
 class Guesses(NamedTuple):
-    """Tokens that may follow in a request, and the chance of each to be right if those before it are."""
+    """Guesses of a request, and the chance of each guess to be right if the guesses before it are."""
 
     tokens: list[int]
     chance: float

@@ -18,13 +18,14 @@ class FeatureSet:
     """The features of one engine, in the order in which their hooks are called; `start_over` goes the other way.
 
     Args:
-        features: all of them.
-        fail: ends a request with what was raised in its own part of a step.
-        end: ends a request for a reason.
+        features: all features of the engine.
+        fail: ends a request with an exception that a hook raised for it.
+        end: ends a request with a ``finish_reason``.
 
     Attributes:
         active: the features that unfinished requests use.
-        having: by name of a hook, the active features that define it; "tokens": those that follow new tokens.
+        having: the active features that define a hook, by the hook's name; "tokens": the active features that define
+            `ends`, `take` or `committed`.
     """
 
     def __init__(self, features: Iterable[StepFeature], fail: Callable[[Request, Exception], None],
@@ -42,7 +43,8 @@ class FeatureSet:
         return next(feature for feature in self._all if isinstance(feature, kind))
 
     def attempt(self, request: Request, action: Callable[..., Any], *args: Any) -> Any:
-        """Do what belongs to one request: where it raises, that request ends with the error, and no other."""
+        """Call ``action`` for one request, and return its result. If it raises, the request ends with the error, no
+        other request does, and None is returned."""
         try:
             return action(*args)
         except Exception as error:
@@ -51,19 +53,19 @@ class FeatureSet:
     # -- requests come and go ---------------------------------------------------------------------------------------
 
     def admit(self, request: Request) -> None:
-        """Set up a new request in its caller's thread, who gets what is raised."""
+        """Set up a new request in its caller's thread; an exception is raised to the caller."""
         request.features = tuple([feature for feature in self._all if feature.uses(request)])
         for feature in request.features:
             feature.admit(request)
 
     def add(self, request: Request) -> None:
-        """The request is in the table of unfinished ones."""
+        """Register an unfinished request with the features that it uses."""
         for feature in request.features:
             feature.requests[request.sequence.request_id] = request
         self._activate()
 
     def remove(self, request: Request) -> None:
-        """The request leaves that table; one that is not here changes nothing."""
+        """Remove a request from its features; does nothing for a request that is not registered."""
         key = request.sequence.request_id
         for feature in request.features:
             if feature.requests.get(key) is request:
@@ -73,7 +75,8 @@ class FeatureSet:
         self._activate()
 
     def keep(self, requests: Iterable[Request]) -> None:
-        """All requests but these are gone; an interrupt may have left anything here half done."""
+        """Keep these requests, and remove all others. Repairs the tables here after an interrupt in `add` or `remove`.
+        """
         kept = {id(request): request for request in requests}
         for feature in self._all:
             for request in [one for one in feature.requests.values() if id(one) not in kept]:
@@ -89,7 +92,8 @@ class FeatureSet:
 
     @staticmethod
     def start_over(request: Request, made: list[int]) -> bool:
-        """Let a request go on behind this output; True: it ends there. What is raised is the request's own."""
+        """Set a request up to continue this output; returns True if the request ends there. An exception of a feature
+        is raised: the caller ends the request with it."""
         ends = False
         for feature in reversed(request.features):
             if "start_over" in feature.hooks:
@@ -97,7 +101,7 @@ class FeatureSet:
         return ends
 
     def started(self, request: Request) -> None:
-        """The request got its slot."""
+        """Call `started` of a request that got its slot."""
         for feature in request.features:
             if "started" in feature.hooks:
                 self.attempt(request, feature.started, request)
@@ -105,39 +109,39 @@ class FeatureSet:
     # -- before a launch --------------------------------------------------------------------------------------------
 
     def due(self) -> list[Request]:
-        """Requests whose time is over."""
+        """Return the requests whose deadline has passed."""
         return [request for feature in self.having["due"] for request in feature.due()]
 
     def model_may_differ(self) -> bool:
-        """Has the model to be compared with what it was?"""
+        """Return whether a feature's part of the model changed, so that the model has to be compared."""
         return any(feature.model_may_differ() for feature in self.having["model_may_differ"])
 
     def unfit(self, requests: list[Request]) -> list[tuple[Request, str]]:
-        """Those of the requests that cannot run on the model as it is now, with errors."""
+        """Return the requests that cannot run on the model as it is now, each with its error message."""
         return [found for feature in self.having["unfit"] for found in feature.unfit(requests)]
 
     def drafts(self, num_running: int, device_type: str) -> Drafts:
-        """By slot, tokens that may follow."""
+        """Return guesses of the next tokens by slot, of the first feature that has any."""
         for feature in self.having["drafts"]:
             if drafts := feature.drafts(num_running, device_type):
                 return drafts
         return NO_DRAFTS
 
     def wanted(self, plan: StepPlan) -> Wanted:
-        """What a launch has to bring besides tokens."""
+        """Return the results besides tokens that features need of a launch."""
         wanted = NOTHING
         for feature in self.having["before"]:
             wanted = feature.before(plan, wanted)
         return wanted
 
     def samples_late(self, plan: StepPlan) -> StepFeature | None:
-        """The feature that makes masks under which the step is to draw its tokens, if any does."""
+        """Return the feature that makes masks for sampling after the launch, or None."""
         return next((feature for feature in self.having["samples_late"] if feature.samples_late(plan)), None)
 
     # -- after it ---------------------------------------------------------------------------------------------------
 
     def ends(self, step: CommittedStep) -> list[int]:
-        """Rows whose token is the last of their request."""
+        """Return the rows whose token is the last of their request."""
         if not self.having["ends"]:
             return []
         plan, tokens = step.plan, step.tokens
@@ -145,7 +149,7 @@ class FeatureSet:
         return [row for feature in self.having["ends"] for row in feature.ends(step, sampled)]
 
     def committed(self, step: CommittedStep, accepted: np.ndarray) -> None:
-        """Give requests what a step brought with the tokens of these rows."""
+        """Give requests the results of a step for the rows whose token was accepted."""
         rows = accepted.tolist()
         for feature in self.having["tokens"]:
             if "take" in feature.hooks:
@@ -159,25 +163,25 @@ class FeatureSet:
                 feature.committed(step, rows)
 
     def weights_changed(self, version: int) -> None:
-        """All tokens so far were made with the weights of this version, and later ones are not."""
+        """Note that weights of this version generated all tokens so far, and other weights will generate the next."""
         for feature in self.having["weights_changed"]:
             for request in list(feature.requests.values()):
                 self.attempt(request, feature.weights_changed, request, version)
 
     def prepared(self) -> None:
-        """The runner was prepared for the model as it is now."""
+        """Call `prepared` of all features, after the runner was prepared for the model as it is now."""
         for feature in self._all:
             if "prepared" in feature.hooks:
                 feature.prepared()
 
     def lose_steps(self) -> None:
-        """What was launched is lost."""
+        """Call `lose_steps` of all features, after launched steps were lost."""
         for feature in self._all:
             if "lose_steps" in feature.hooks:
                 feature.lose_steps()
 
     def forget(self) -> None:
-        """Forget what is kept of earlier requests."""
+        """Call `forget` of all features, when the prefix cache is emptied."""
         for feature in self._all:
             if "forget" in feature.hooks:
                 feature.forget()

@@ -1,4 +1,4 @@
-"""Requests whose output follows a grammar: matchers go on by new tokens, and say which tokens may follow."""
+"""Requests whose output follows a grammar: matchers accept new tokens, and make masks of the tokens that may follow."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ BARRED = ("where other settings bar all that the grammar allows (min_new_tokens,
           "eos_token_id that the form needs inside of it), leave them out")
 
 RequestOf = Callable[[StepPlan, int], Request | None]
-# (request, action, arguments): called so that an exception ends that request alone.
+# Called as (request, action, arguments); an exception of the action ends that request alone.
 Attempt = Callable[..., Any]
 
 
 class StructuredOutput(StepFeature):
-    """Requests that follow a grammar. A step with such rows ends at its logits, and draws under masks that are made of
-    the tokens of the step before.
+    """Requests that follow a grammar. A step with such rows is launched up to its logits, and samples under masks that
+    are made from the tokens of the step before.
 
     Args:
-        grammars: compiles what requests ask for.
+        grammars: compiles the grammars of requests.
         tokenizer: returns the engine's tokenizer, or None.
-        device: returns the model's.
+        device: returns the model's device.
     """
 
     def __init__(self, grammars: Grammars, tokenizer: Callable[[], Any], device: Callable[[], torch.device],
@@ -58,7 +58,7 @@ class StructuredOutput(StepFeature):
         return request.matcher.is_over
 
     def _match(self, request: Request, token: int) -> None:
-        """Go on in the grammar by a committed token.
+        """Advance the request's matcher by a committed token.
 
         Raises:
             ValueError: the grammar does not allow it.
@@ -90,16 +90,16 @@ class StructuredOutput(StepFeature):
             last.error = f"{NAN_ERROR}; {BARRED}"
         told = last.completion.get("stop_reason")
         if told is not None and not isinstance(told, int) and request.matcher is not None and request.matcher.is_over:
-            last.completion["stop_reason"] = None  # the grammar came to its end
+            last.completion["stop_reason"] = None  # the end of the grammar ended the request, and no stop string did
 
     def lose_steps(self) -> None:
         self._masks = None  # a thread may still write to its buffer
 
 
 def go_ahead(plan: StepPlan, tokens: np.ndarray, request_of: RequestOf) -> None:
-    """Let matchers go on by the tokens [R] of a step before its commit, which takes all tokens of open requests.
+    """Advance matchers by the tokens [R] of a step before its commit, which accepts all tokens of open requests.
 
-    The commit learns from `Request.speculative_accept` what that led to: until then, nothing else of a request changes.
+    The result is kept in `Request.speculative_accept` for the commit; no other field of a request changes.
     """
     taken = tokens.tolist()
     for row in np.flatnonzero(plan.samples & (tokens >= 0)).tolist():
@@ -112,11 +112,11 @@ def go_ahead(plan: StepPlan, tokens: np.ndarray, request_of: RequestOf) -> None:
 
 
 class PendingMasks:
-    """What may follow in each row of a step that samples, in the making. Nobody may use the matchers meanwhile.
+    """Masks that are being made for the rows of a step that sample. Until `take`, no other code may use the matchers.
 
     Args:
-        plan: of the step, all tokens before which the matchers know.
-        beside: in a thread, while the caller goes on.
+        plan: the plan of the step; the matchers have accepted all earlier tokens.
+        beside: make the masks in another thread while the caller goes on.
     """
 
     def __init__(self, plan: StepPlan, maker: MaskMaker, request_of: RequestOf, attempt: Attempt, *,
@@ -135,11 +135,11 @@ class PendingMasks:
         if any(self._matchers):
             try:
                 self._end = maker.begin(self._matchers) if beside else partial(maker.make, self._matchers)
-            except Exception:  # of a single matcher
+            except Exception:  # raised by one matcher: `take` finds which one, and ends only its request
                 self._end = self._make_without_failing
 
     def take(self) -> HostMasks | None:
-        """Wait for them. A request whose own matcher raises ends with that. None: no row has a mask."""
+        """Wait for the masks; returns None if no row has one. A request whose matcher raises ends with that error."""
         try:
             return self._end()
         except Exception:
@@ -150,7 +150,7 @@ class PendingMasks:
             if self._matchers[index] is not None:
                 request = self._request_of(self._plan, row)
                 if request is None:
-                    self._matchers[index] = None  # it has ended meanwhile
+                    self._matchers[index] = None  # the request has ended since the masks were begun
                 else:
                     self._attempt(request, self._try_alone, index)
         return self._maker.make(self._matchers) if any(self._matchers) else None
@@ -162,7 +162,7 @@ class PendingMasks:
 
 
 def _open_matcher(request: Request) -> Matcher | None:
-    """That by which the request's next token is chosen, if any."""
+    """Return the matcher that restricts the request's next token, or None."""
     is_lost = request.speculative_accept is not None and request.speculative_accept is not True
     return None if request.matcher is None or is_lost or request.matcher.is_over else request.matcher
 

@@ -1,4 +1,4 @@
-"""Rows of calls in lockstep as a part of the engine's steps: who joins a step, who waits, and who gives blocks back."""
+"""Rows of lockstep calls in the engine's steps: which rows join a step, which wait, and which free their blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Joined = list[tuple[LockstepBatch, StepPlan]]
 
 
 class Loop(Protocol):
-    """What joining rows ask the engine's loop for."""
+    """The part of the engine's loop that `JoiningRows` uses."""
 
     requests: Mapping[str, Request]
 
@@ -30,51 +30,51 @@ class Loop(Protocol):
 
 
 class JoiningRows:
-    """Lets rows that a `LockstepBatch` holds take part in steps.
+    """The part of the loop by which rows of a `LockstepBatch` take part in steps.
 
-    They are rows of no request, so that none of the other features meets them. What goes wrong in a part of theirs is
-    answered to their caller, and nobody else notices.
+    The rows belong to no request, so that no other feature handles them. An exception in the work for one batch is
+    raised to the caller of that batch, and affects no other caller.
 
     Args:
         core: the engine's loop.
-        batches: all open calls in lockstep; the engine adds and removes them.
-        adapters: says which adapters rows cannot name.
+        batches: all open lockstep calls; the engine adds and removes them.
+        adapters: knows which adapters rows cannot use.
 
     Attributes:
-        logits: [N, V] of the rows that joined the last step.
+        logits: [N, V], logits of the rows that joined the last step.
     """
 
     def __init__(self, core: Loop, batches: list[LockstepBatch], adapters: Adapters) -> None:
         self._core, self.batches, self._adapters = core, batches, adapters
         self.logits: torch.Tensor | None = None
         self._pace = LockstepThrottle()
-        self._launched_before = False, False  # did the last step only decode requests' rows; did others join it?
+        self._launched_before = False, False  # of the last step: all requests' rows were decode rows; others joined it
 
     def waiting(self) -> list[LockstepBatch]:
-        """Those whose callers wait for logits, once rows are ended whose call is gone."""
+        """End batches whose call has ended, and return the batches whose callers wait for logits."""
         self.end_orphans()
         return [batch for batch in self.batches if batch.is_waiting]
 
     def may_join(self) -> bool:
-        """Do they owe no steps of their own to the requests that run?"""
+        """Return whether rows may join the next step: False while requests are owed steps without them."""
         if not self._core.requests:
             self._pace.rest()
         return self._pace.may_join()
 
     def end_orphans(self) -> None:
-        """End rows whose call is gone without having ended them: an interrupt came in its very end."""
+        """Close batches whose call ended without closing them, since an interrupt came while it did."""
         for batch in [batch for batch in self.batches if batch.is_orphan]:
             batch.close()
             self.batches.remove(batch)
 
     def prepare(self, waiting: list[LockstepBatch]) -> Joined | None:
-        """Compute what the waiting calls need before their next tokens; returns the decode rows that join the step.
-        None: an exception left the scheduler's books in doubt, and all requests started over.
+        """Compute what waiting calls need before their next tokens, and return the decode rows that join the step.
+        Returns None if an exception may have left the scheduler inconsistent, so that all requests started over.
         """
         joining, others_wait = [], False
         for batch in sorted(waiting, key=lambda batch: batch.arrival):
             if others_wait and batch.rows is None:
-                continue  # who came first gets the blocks first
+                continue  # a batch that came earlier waits for blocks, and must not starve
             if not batch.has_checked_adapters:
                 if (error := next(iter(self._adapters.errors(batch.adapters).values()), None)) is not None:
                     batch.give_back()
@@ -92,10 +92,10 @@ class JoiningRows:
                 self._core.recover_if_dirty()
                 return None
             others_wait |= batch.is_short
-        return [(batch, plan) for batch, plan in joining if batch.rows is not None]  # some gave way to others
+        return [(batch, plan) for batch, plan in joining if batch.rows is not None]  # others may have taken its blocks
 
     def _prepare_batch(self, batch: LockstepBatch) -> StepPlan | None:
-        """`LockstepBatch.prepare`, with blocks of others where it needs them."""
+        """Call `LockstepBatch.prepare`, and free blocks of other rows while it runs out of blocks."""
         while True:
             try:
                 return batch.prepare()
@@ -108,12 +108,12 @@ class JoiningRows:
                     return None
 
     def free_blocks_for(self, asking: LockstepBatch | None) -> BlockShortage:
-        """Have others' rows give blocks back, if they may lose them.
+        """Free the blocks of another batch that may lose them.
 
         Args:
-            asking: for whom; None: for the scheduler's own sequences.
+            asking: the batch that needs blocks; None for the scheduler's own sequences.
         """
-        if asking is not None and self._core.commit_in_flight():  # requests that have ended hold blocks until then
+        if asking is not None and self._core.commit_in_flight():  # frees blocks of requests that ended in that step
             return BlockShortage.FREE
         holding = [batch for batch in self.batches if batch.rows is not None and batch is not asking]
         for batch in holding:
@@ -123,10 +123,10 @@ class JoiningRows:
         return BlockShortage.WAIT if holding else BlockShortage.NONE
 
     def answer(self, joining: Joined, *, has_looked: bool) -> None:
-        """Hand out the logits of a launched step. Where the model has changed since the last one, once more."""
+        """Hand out the logits of a launched step; if the model changed before the step, have them computed again."""
         logits, self.logits = self.logits, None
         assert logits is not None
-        if not has_looked and self._core.model_changed():  # looked at while the device computes
+        if not has_looked and self._core.model_changed():  # checked here, while the device computes
             for batch, _ in joining:
                 if batch.rows is not None:
                     batch.rollback_tokens(batch.rows, 1)
@@ -139,7 +139,7 @@ class JoiningRows:
             self._attempt_for(batch, batch.plan_ahead)  # the device still computes
 
     def _attempt_for(self, batch: LockstepBatch, action: Callable[[], None]) -> None:
-        """Do what belongs to one caller's rows: where it raises, that caller gets the exception, and nobody else."""
+        """Call ``action`` for one caller's rows; an exception is raised to that caller and to no other."""
         try:
             action()
         except Exception as error:
@@ -147,18 +147,19 @@ class JoiningRows:
             batch.fail(error)
 
     def give_back(self, joining: Joined) -> None:
-        """The step that these rows joined was not computed: they are computed anew."""
+        """Free the rows that joined a step which was not computed, so that they are computed again."""
         self.logits = None
         for batch, _ in joining:
             batch.give_back()
 
     def lose(self) -> None:
-        """Slots and blocks go, with the scheduler that lent them."""
+        """Forget the slots and blocks of all rows, with the scheduler that had allocated them."""
         for batch in self.batches:
             batch.lose()
 
     def note_pace(self, plan: StepPlan | None, *, joined: bool, overlapped: bool, seconds: float) -> None:
-        """What was waited for in this step: with overlap, the step before it."""
+        """Give the time of a step to the throttle. With overlap the time is that of the step before, whose tokens this
+        step waited for."""
         if plan is None:
             self._pace.rest()
         decodes = plan is not None and plan.num_decode_rows == len(plan.slots)

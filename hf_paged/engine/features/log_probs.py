@@ -1,4 +1,4 @@
-"""Log-probabilities: which ones a step has to bring, and where they go."""
+"""Log-probabilities of prompts and outputs: which of them a step computes, and which request gets them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hf_paged.scheduler import StepPlan
 
 
 class LogProbs(StepFeature):
-    """Requests that want log-probabilities of their output, of their prompt, or of both."""
+    """Requests with log-probabilities of their output, of their prompt, or of both."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._lists: tuple[CommittedStep | None, dict[str, Any]] = None, {}  # of a step, its numbers by name
+        self._lists: tuple[CommittedStep | None, dict[str, Any]] = None, {}  # a step, and its converted values by name
 
     def uses(self, request: Request) -> bool:
         return request.settings.logprobs is not None or request.settings.prompt_logprobs
@@ -50,7 +50,7 @@ class LogProbs(StepFeature):
                     spans.append(span)
         found = (self.of_row(plan, row) for row in range(len(plan.sequences)))
         rows = [request for request in found if request is not None]
-        # Sorted: all ranks of a sharded model add them up in one order.
+        # Sorted, so that all ranks of a sharded model compute them, and add them up, in one order.
         names = {request.logprobs_kind for request in rows if request.logprobs_kind is not None}
         names |= {request.top.name for request in rows if request.top is not None}
         tops = [request.prompt_top for request in rows if request.prompt_top is not None] if spans else []
@@ -58,7 +58,7 @@ class LogProbs(StepFeature):
         return Wanted(tuple(sorted(names)), tuple(spans), widest)
 
     def _span_to_score(self, request: Request, plan: StepPlan, row: int) -> PromptSpan | None:
-        """Which prompt tokens a row scores, if any."""
+        """Return the prompt tokens that a row scores, or None."""
         if not _awaits_prompt(request):
             return None
         start = int(plan.start[row])
@@ -66,7 +66,7 @@ class LogProbs(StepFeature):
         return PromptSpan(row, start + 1, count) if count > 0 else None
 
     def take(self, request: Request, step: CommittedStep, row: int) -> None:
-        # In this order: the likeliest tokens of a kind stand beside the drawn one, whose number is kept first.
+        # The drawn token's log-probability first: the dict of the likeliest tokens contains it, too.
         if request.logprobs is not None and request.logprobs_kind is not None:
             request.logprobs.append(self._numbers(step, request.logprobs_kind)[row])
         if request.top is not None:
@@ -77,7 +77,7 @@ class LogProbs(StepFeature):
             request.top_logprobs.append(request.top.dict_of(found, step.token_list[row], logprob))
 
     def _numbers(self, step: CommittedStep, name: str) -> Any:
-        """What a step brought under a name of `LOGPROBS` or `TOPS`, by row."""
+        """Return the values of a step under a name of `LOGPROBS` or `TOPS`, by row."""
         if self._lists[0] is not step:
             self._lists = step, {}
         known = self._lists[1]
@@ -100,8 +100,8 @@ class LogProbs(StepFeature):
                 self.attempt(request, self._take_prompt, request, first, scores[begin:end], found)
 
     def _take_prompt(self, request: Request, first: int, logprobs: list[float], found: np.ndarray | None) -> None:
-        """Keep those of prompt tokens from position ``first`` on; ``found`` [n, 2, width]: the likeliest in their
-        places."""
+        """Keep log-probabilities of prompt tokens from position ``first`` on; ``found`` [n, 2, width] has the likeliest
+        tokens of these positions."""
         assert request.prompt_logprobs is not None
         places = slice(first, first + len(logprobs))
         request.prompt_logprobs[places] = logprobs
@@ -133,17 +133,17 @@ class LogProbs(StepFeature):
                 last.completion["prompt_top_logprobs"] = request.prompt_top_logprobs
 
     def _cut(self, request: Request, count: int) -> None:
-        """Keep what is known of the first ``count`` tokens of the output."""
+        """Cut the log-probabilities of the output to its first ``count`` tokens."""
         request.logprobs = None if request.logprobs is None else request.logprobs[:count]
         request.top_logprobs = request.top_logprobs[:count]
 
 
 def _awaits_prompt(request: Request) -> bool:
-    """Do prompt tokens have to be scored? The last one is scored last."""
+    """Return whether prompt tokens still have to be scored: the last one is scored last."""
     scores = request.prompt_logprobs
     return scores is not None and len(scores) > 1 and scores[-1] is None
 
 
 def _top_of(kind: str | None, count: int | None) -> TopAsked | None:
-    """How many of the likeliest tokens of one of `LOGPROBS` a request wants, if any."""
+    """Return the likeliest tokens that a request reports for a kind of `LOGPROBS`, or None."""
     return None if kind is None or count is None else TopAsked(top_name(kind, count), count)

@@ -1,4 +1,4 @@
-"""Requests that end at a stop string, or when the time of their call is over."""
+"""Requests that end at a stop string, or at the time limit (``max_time``) of their call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StopRules(StepFeature):
 
     def __init__(self) -> None:
         super().__init__()
-        self._reasons: dict[int, str] = {}  # by row of the step that is being committed
+        self._reasons: dict[int, str] = {}  # finish reasons by row, for the step that is being committed
 
     def uses(self, request: Request) -> bool:
         return request.stop is not None
@@ -27,11 +27,11 @@ class StopRules(StepFeature):
 
     def ends(self, step: CommittedStep, sampled: np.ndarray) -> list[int]:
         self._reasons = {}
-        waiting: dict[str, list[int]] = {}  # rows of each request that were not looked at
+        waiting: dict[str, list[int]] = {}  # rows of each request that were not checked yet
         for row in np.flatnonzero(sampled).tolist():
             if (request := self.of_row(step.plan, row)) is not None:
                 waiting.setdefault(request.request_id, []).append(row)
-        while waiting:  # a token of each: none counts behind one that ends its request
+        while waiting:  # one token of each request a round: no guess counts behind a token that ends the request
             groups: dict[Hashable, list[tuple[Request, int]]] = {}
             for key, rows in waiting.items():
                 request = self.requests[key]
@@ -45,16 +45,16 @@ class StopRules(StepFeature):
         return list(self._reasons)
 
     def _is_well(self, key: str) -> bool:
-        """Has the request of this id not failed?"""
+        """Return whether the request of this id is unfinished and has not failed."""
         return key in self.requests and self.requests[key].error is None
 
     def _push(self, request: Request, token: int) -> tuple[Hashable]:
-        """Let the request's rule take a token in; returns the key of those that can be asked together."""
+        """Push a token to the request's rule; returns the key of rules that one `which_stop` call can check."""
         assert request.stop is not None
         return (request.stop.push(token),)
 
     def _look(self, group: list[tuple[Request, int]]) -> None:
-        """Note which requests end, of some with rows of this step whose rules can be asked together."""
+        """Check the rules of requests with one key together, and note which of the requests end."""
         rules = [request.stop for request, _ in group]
         try:
             stops = rules[0].which_stop(rules)  # type: ignore[union-attr]
@@ -68,7 +68,7 @@ class StopRules(StepFeature):
             self.attempt(request, self._note, request, row, stop)
 
     def _note(self, request: Request, row: int, stops: bool) -> None:
-        """Note why the request ends with the token of this row, if it does."""
+        """Note the finish reason if the request ends with the token of this row."""
         assert request.stop is not None
         if stops:
             self._reasons[row] = "stop"

@@ -1,4 +1,4 @@
-"""Tokens that are handed to a session as they come."""
+"""Tokens that are handed out to a session when they are committed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose output is told as text, and what of it is told."""
+"""Requests whose output is returned as text, and the stop strings and special tokens that the text contains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_paged.options.settings import RequestSettings
 
 
 class Text(StepFeature):
-    """Requests whose session wants text, or which say what of their end is told.
+    """Requests whose session has text, or whose settings have stop strings, stop tokens or other text options.
 
     Args:
         tokenizer: returns the engine's tokenizer, or None.
@@ -54,6 +54,6 @@ class Text(StepFeature):
 
 
 def _is_plain(settings: RequestSettings) -> bool:
-    """Is nothing said of a request's end but what `PLAIN_ENDING` says?"""
+    """Return whether the settings of a request's text are those of `PLAIN_ENDING`."""
     return (not settings.stop_strings and not settings.stop_token_ids and settings.keeps_stop
             and settings.skips_special)

@@ -11,16 +11,17 @@ from hf_paged.outputs import VersionRun, first_of, last_of
 
 
 class Versions(StepFeature):
-    """Of every request the versions of the weights that made its output, but for what the present weights made.
+    """The versions of the weights that generated each request's output; runs of the present version are added when the
+    weights change or the request ends.
 
     Args:
-        present: returns the version of the weights as they are.
+        present: returns the present version of the weights.
     """
 
     def __init__(self, present: Callable[[], int]) -> None:
         super().__init__()
         self._present = present
-        self._runs: tuple[VersionRun, ...] = ()  # of one token, which many outputs share
+        self._runs: tuple[VersionRun, ...] = ()  # a run of one token, which all outputs of this version share
 
     def uses(self, request: Request) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Requests of a manager of continuous batching in its `EngineThread`, and their outputs as transformers' own."""
+"""Requests of a continuous batching manager in its `EngineThread`, with outputs as transformers' `GenerationOutput`."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class BatchedCall(EngineCall):
         self._running[added] = request
 
     def abort(self, requests: list[BatchedRequest]) -> None:
-        """Ask for the end of those of these requests that run here."""
+        """Abort the requests among these that run in this call."""
         ids = {id(request) for request in requests}
         for engine_id in [key for key, request in self._running.items() if id(request) in ids]:
             try:
                 self._thread.engine.abort(engine_id)
             except KeyError:
-                continue  # it has ended: its completion is on the way
+                continue  # it has ended, and the next outputs have its completion
 
     def take(self, outputs: list[StepOutput]) -> None:
         delivered: list[tuple[BatchedRequest, GenerationOutput]] = []
@@ -60,7 +60,7 @@ class BatchedCall(EngineCall):
                 continue
             try:
                 made = _taken(request, output)
-            except Exception as error:  # this request's own: the others' outputs still have to be handed over
+            except Exception as error:  # fails this request alone: outputs of others still have to be handed over
                 request.is_failed = True
                 self.abort([request])
                 made = failed_output(request, f"this request failed: {error!r}")
@@ -79,14 +79,14 @@ class BatchedCall(EngineCall):
 
 
 class BatchedCalls:
-    """All requests of one manager: those whose tokens are looked at one by one have a session that streams."""
+    """All requests of one manager; requests with `needs_tokens` have a session that streams."""
 
     def __init__(self, thread: EngineThread, board: RequestBoard) -> None:
         self._thread, self._board = thread, board
         self._streams, self._others = (BatchedCall(thread, board, stream=stream) for stream in (True, False))
 
     def take_changes(self) -> None:
-        """In the thread: begin the requests that arrived, and end those that were cancelled."""
+        """Begin new requests, and abort cancelled ones; runs in the thread."""
         arrivals, cancelled = self._board.take_changes()
         for call in (self._streams, self._others):
             call.abort(cancelled)
@@ -96,7 +96,7 @@ class BatchedCalls:
             self._board.fail(arrivals, f"{BROKE}{error!r}")
 
     def _begin(self, arrivals: list[BatchedRequest]) -> None:
-        """Give the engine what it can run; the rest ends here, each with its own error."""
+        """Add the requests that can run to the engine; each other request ends with its own error."""
         engine = self._thread.engine
         refused: list[tuple[BatchedRequest, GenerationOutput]] = []
         reason = engine.unsupported_reason() if arrivals else None
@@ -118,7 +118,7 @@ class BatchedCalls:
 
 
 def _taken(request: BatchedRequest, output: StepOutput) -> GenerationOutput | None:
-    """What one output of the engine brings for its request."""
+    """Return the `GenerationOutput` of one output of the engine; None if the request does not stream and goes on."""
     if output.new_token_ids:
         request.extend(output.new_token_ids, output.new_logprobs, output.new_top_logprobs)
     if output.completion is not None:

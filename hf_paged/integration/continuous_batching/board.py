@@ -1,4 +1,4 @@
-"""What a manager of continuous batching and its thread share: open requests, and outputs that wait to be fetched."""
+"""The state that a continuous batching manager and its thread share: open requests, and outputs not fetched yet."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ QUEUE_TIMEOUT_S = 10.0
 
 
 class RequestBoard:
-    """Open requests of one manager: those that arrived, those that run, those to be cancelled. Thread-safe.
+    """The open requests of one manager: new, running and cancelled ones. Thread-safe.
 
     Args:
-        changed: returns the condition that is held for every look at the board, and notified of every change.
+        changed: returns the condition whose lock guards the board, and which is notified of every change.
     """
 
     def __init__(self, changed: Callable[[], threading.Condition]) -> None:
@@ -34,13 +34,13 @@ class RequestBoard:
         self._cancelled: list[BatchedRequest] = []
 
     def check_ids(self, requests: list[BatchedRequest]) -> None:
-        """ValueError for an id that an open request has."""
+        """Raise ValueError for an id that an open request has."""
         for request in requests:
             if request.request_id in self.open:
                 raise ValueError(f"request_id={request.request_id!r}: expected an id that is not in use")
 
     def add(self, requests: list[BatchedRequest], limit: int) -> None:
-        """Queue requests; queue.Full where `limit` (0: none) of them wait and none leaves for ten seconds."""
+        """Queue requests; raises queue.Full if `limit` requests (0 for no limit) wait for ten seconds."""
         with self._changed():
             if limit > 0 and not self._changed().wait_for(lambda: len(self._arrivals) < limit, QUEUE_TIMEOUT_S):
                 raise queue.Full
@@ -51,7 +51,7 @@ class RequestBoard:
             self._changed().notify_all()
 
     def cancel(self, request_id: str) -> None:
-        """Close a request and its children; they get no output any more."""
+        """Cancel a request and its children, which get no further output."""
         with self._changed():
             children = [key for key in self.open if key.startswith(f"{request_id}__child#")]
             for key in (request_id, *children):
@@ -63,7 +63,7 @@ class RequestBoard:
             self._changed().notify_all()
 
     def take_changes(self) -> tuple[list[BatchedRequest], list[BatchedRequest]]:
-        """Requests that arrived and requests that were cancelled since the last call."""
+        """Return the requests that were added and the requests that were cancelled since the last call."""
         with self._changed():
             arrivals = [request for request in self._arrivals if not request.is_cancelled]
             cancelled, self._cancelled = self._cancelled, []
@@ -72,7 +72,7 @@ class RequestBoard:
         return arrivals, cancelled
 
     def deliver(self, outputs: list[tuple[BatchedRequest, GenerationOutput]]) -> None:
-        """Hand over outputs, except of cancelled requests; finished requests are open no more."""
+        """Hand over outputs, except of cancelled requests, and close finished requests."""
         with self._changed():
             kept = [output for request, output in outputs if self.open.get(request.request_id) is request]
             for output in kept:
@@ -93,7 +93,7 @@ class RequestBoard:
 
 
 class OutputBox:
-    """Outputs of one manager in the order they came. Thread-safe; `changed` as for `RequestBoard`."""
+    """The outputs of one manager in order. Thread-safe; `changed` as for `RequestBoard`."""
 
     def __init__(self, changed: Callable[[], threading.Condition]) -> None:
         self._changed = changed
@@ -120,7 +120,7 @@ class OutputBox:
             self._changed().notify_all()
 
     def register(self, request_id: str, callback: Callable) -> None:
-        """Send this request's outputs, those that wait included, to `callback` on the running event loop."""
+        """Send this request's outputs, waiting ones included, to `callback` on the running event loop."""
         loop = asyncio.get_running_loop()
         with self._changed():
             early = [output for output in self._waiting if output.request_id == request_id]
@@ -131,18 +131,18 @@ class OutputBox:
                 self._handlers[request_id] = callback, loop
 
     def forget_handlers(self) -> None:
-        """Keep all outputs for `take`: the event loops of the handlers are another process'."""
+        """Remove all handlers in the child of a fork, which lacks their event loops; outputs are kept for `take`."""
         self._handlers.clear()
 
     def forget(self, request_id: str) -> None:
-        """The request was cancelled: neither its handler nor the next request of its id gets its outputs."""
+        """Drop the handler and the outputs of a cancelled request, so that the next request of its id gets none."""
         with self._changed():
             self._handlers.pop(request_id, None)
             self._waiting = deque(output for output in self._waiting if output.request_id != request_id)
 
     def take(self, request_id: str | None, timeout: float | None,
              may_come: Callable[[], bool]) -> GenerationOutput | None:
-        """The oldest output (of `request_id`); None after `timeout` seconds, or once `may_come()` is False."""
+        """Return the oldest output (of `request_id`); None after `timeout` seconds, or once `may_come()` is False."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed():
             while True:
@@ -160,5 +160,5 @@ def _call_all(batch: list[tuple[Callable, GenerationOutput]]) -> None:
     for callback, output in batch:
         try:
             callback(output)
-        except Exception:  # one caller's handler; the others' outputs are in this batch, too
+        except Exception:  # of one caller's handler, which must not lose the outputs of others in this batch
             logger.exception("hf_paged: the result handler of request %s raised", output.request_id)

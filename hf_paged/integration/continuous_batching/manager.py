@@ -1,4 +1,4 @@
-"""The manager of transformers' continuous batching, as its callers use it, over the paged engine."""
+"""The manager of transformers' continuous batching, with the same interface, over the paged engine."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from hf_paged.sampling.sampler import derive_seed
 
 logger = logging.getLogger(__name__)
 
-# Managers that wait for the next call on their model; they hold no strong reference to it.
+# Managers kept for the next call on their model (`keep_for_next_session`), to which they hold no strong reference.
 KEPT: weakref.WeakKeyDictionary[Any, PagedBatchingManager] = weakref.WeakKeyDictionary()
 
 
 class RequestOverrides(NamedTuple):
-    """What requests that are added in a context (`requests_with`) have of their own.
+    """Settings of requests that are added in a context (`requests_with`), in place of the manager's.
 
-    `config` is as `batching_config` makes it. A request that asks for more new tokens than there is room for is cut
-    (`least_room` 0), or refused where there is room for fewer than this.
+    `config` is a result of `batching_config`. A request with more new tokens than there is room for is cut, or refused
+    if there is room for fewer than `least_room`.
     """
 
-    config: GenerationConfig | None = None  # in place of the manager's
+    config: GenerationConfig | None = None  # None for the manager's
     least_room: int = 0  # this and the tokenizer as in `BatchedRequest`
     tokenizer: Any = None
-    seed: int | None = None  # None: as the manager draws them
-    asked: RequestOptions = PLAIN  # besides what the manager was made for
+    seed: int | None = None  # None has the manager draw one
+    asked: RequestOptions = PLAIN  # options besides the config
     form: Form = NO_FORM  # of the output
 
 
@@ -51,15 +51,15 @@ _OWN: ContextVar[RequestOverrides] = ContextVar("hf_paged_request_config", defau
 
 
 class PagedBatchingManager:
-    """Takes requests from any thread, runs them in one daemon thread, keeps their outputs until they are asked for.
+    """A manager that takes requests from any thread, runs them in one daemon thread, and keeps outputs until fetched.
 
-    Made by `init_continuous_batching` of an enabled model; methods and their meaning are those of transformers'
-    `ContinuousBatchingManager`. Differences: a request keeps settings of its own (`add_request` takes any field of a
-    `GenerationConfig`); outputs that came before `register_result_handler` reach the handler; waiting calls return
-    when the thread ends; a request that the model or the KV pool has no room for is cut and fails when it gets there.
+    Made by `init_continuous_batching` of an enabled model. Its methods are those of transformers'
+    `ContinuousBatchingManager`, with these differences: a request has settings of its own (`add_request` takes any
+    field of a `GenerationConfig`); outputs that came before `register_result_handler` reach the handler; waiting calls
+    return when the thread ends; a request for which the model or the KV pool has no room is cut, and fails there.
     """
 
-    batch_processor = None  # `transformers serve` asks for it
+    batch_processor = None  # `transformers serve` reads this attribute
 
     def __init__(self, model: Any, generation_config: GenerationConfig,
                  batching_config: ContinuousBatchingConfig) -> None:
@@ -77,7 +77,7 @@ class PagedBatchingManager:
 
     @property
     def background_thread_status(self) -> EngineThread:
-        """What has, as ``fatal_error``, what ended the thread before its time, or None."""
+        """The thread, whose ``fatal_error`` is the error that ended it, or None."""
         return self.thread
 
     @property
@@ -86,7 +86,7 @@ class PagedBatchingManager:
 
     @property
     def engine(self) -> Engine:
-        """The model's engine as it is now.
+        """The present engine of the model.
 
         Raises:
             RuntimeError: the model is not enabled any more.
@@ -99,7 +99,7 @@ class PagedBatchingManager:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def warmup(self) -> None:
-        """Make the KV pool; CUDA graphs are captured when a step first needs their sizes."""
+        """Build the KV pool. CUDA graphs are captured later, when a step first needs their size."""
         self.engine.room(0)
         self.warmed_up = True
 
@@ -108,7 +108,7 @@ class PagedBatchingManager:
         return self.thread.is_running()
 
     def start(self) -> None:
-        """Start the thread; a warning where it runs already. RuntimeError: the model is not enabled any more."""
+        """Start the thread, or log a warning if it runs; raises RuntimeError if the model is no longer enabled."""
         if self.is_running():
             logger.warning("hf_paged: the continuous batching manager is running already")
             return
@@ -147,7 +147,7 @@ class PagedBatchingManager:
             self._was_started = False
 
     def destroy(self) -> None:
-        """Finish what runs and end the thread; no later call gets this manager. Safe to call twice."""
+        """Finish all requests and end the thread; no later call gets this manager. Safe to call twice."""
         if self.is_running():
             self.stop(block=True)
         model = self.model
@@ -155,7 +155,7 @@ class PagedBatchingManager:
             del KEPT[model]
 
     def pause(self) -> AbstractContextManager[None]:
-        """No step runs inside this block, so that the model may be changed; requests in flight go on afterwards.
+        """Run no step inside the block, so that the model may be changed; requests continue after the block.
 
         Raises:
             RuntimeError: the thread does not run, or ended before it could pause.
@@ -168,24 +168,24 @@ class PagedBatchingManager:
                     streaming: bool = False, record_timestamps: bool = False,
                     eos_token_id: int | list[int] | None = None, cache_salt: str | None = None,
                     adapter_name: str | None = None, **options: Any) -> str | None:
-        """Queue a request, also before `start`. One that cannot run gets a FAILED output with its error.
+        """Queue a request, also before `start`. A request that cannot run gets a FAILED output with its error.
 
         Args:
             input_ids: token ids, at least one; a list or a 1-D tensor.
-            request_id: None: one is made.
-            max_new_tokens, eos_token_id: None: the manager's. A negative EOS id means none.
-            streaming: an output for every step that brings tokens, besides the last one.
-            record_timestamps: note when each token came (`time.perf_counter`).
-            cache_salt: cached prefixes are shared among requests of the same salt alone (None: those without one).
-            adapter_name: of the LoRA adapter that it runs with, or "__base__" for none; None: those that are active in
-                the model. With one that the model has not, its output is FAILED.
+            request_id: the request's id; None has the manager make one.
+            max_new_tokens, eos_token_id: None means the manager's. A negative EOS id means none.
+            streaming: make an output for each step with new tokens, besides the last output.
+            record_timestamps: note the time of each token (`time.perf_counter`).
+            cache_salt: the request shares cached prefixes only with requests of the same salt (or, for None, of none).
+            adapter_name: the LoRA adapter of the request, or "__base__" for none; None means the adapters that are
+                active in the model. The output is FAILED if the model does not have the adapter.
             **options: further fields of a `GenerationConfig`, for this request alone.
 
         Returns:
-            The id; None where the thread is stopping or dead (as in transformers), with a warning.
+            The id; None, with a warning, if the thread is stopping or dead (as in transformers).
 
         Raises:
-            ValueError: the id belongs to a request that is not finished; `num_return_sequences` below 1; an empty salt.
+            ValueError: an unfinished request has the id; `num_return_sequences` below 1; an empty salt.
             TypeError: a salt that is no str.
             queue.Full: `max_queue_size` requests waited for ten seconds.
         """
@@ -219,7 +219,7 @@ class PagedBatchingManager:
 
     def add_requests(self, inputs: list[Any], max_new_tokens: int | None = None, streaming: bool = False,
                      record_timestamps: bool = False, **options: Any) -> list[str]:
-        """`add_request` for each of `inputs`; the ids in their order, also of requests that were dropped."""
+        """Call `add_request` for each of `inputs`; returns the ids in order, also of requests that were dropped."""
         with self.thread.changed:
             first = self._num_requests
             self._num_requests += len(inputs)
@@ -229,13 +229,13 @@ class PagedBatchingManager:
         return ids
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request and its children without an output; an id that is not open is left alone."""
+        """End a request and its children without an output; does nothing for an id that is not open."""
         self.board.cancel(request_id)
         self.thread.submit(self._calls.take_changes)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The oldest output that was not fetched (of `request_id`); None after `timeout` seconds, where the thread
-        does not run, where the request gets cancelled, or, without a timeout, where no such request is open."""
+        """Return the oldest output that was not fetched (of `request_id`). Returns None after `timeout` seconds, if the
+        thread does not run, if the request is cancelled or, without a timeout, if no such request is open."""
         self.thread.check_process()
         may_wait_for_it = timeout is not None and request_id not in self.board.open
 
@@ -246,7 +246,7 @@ class PagedBatchingManager:
         return self.board.outputs.take(request_id, timeout, may_come)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Outputs as they come, as long as the thread runs; then those that are left."""
+        """Yield outputs as long as the thread runs, and then the remaining ones."""
         while True:
             running = self.is_running()
             if (output := self.get_result(timeout=0.1)) is not None:
@@ -255,7 +255,7 @@ class PagedBatchingManager:
                 return
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """Outputs of one request until it is finished or cancelled, or the thread ended."""
+        """Yield the outputs of one request until it is finished or cancelled, or the thread has ended."""
         while True:
             running = self.is_running() and request_id in self.board.open
             output = self.get_result(request_id, timeout=0.1)
@@ -271,19 +271,19 @@ class PagedBatchingManager:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _end(self, error: BaseException | None) -> None:
-        """The thread is over: fail what is left."""
-        if not self.thread.is_running():  # it is another process', as are the event loops of the handlers
+        """Fail all open requests after the end of the thread."""
+        if not self.thread.is_running():  # in the child of a fork, which lacks the event loops of the handlers, too
             self.board.outputs.forget_handlers()
         self.board.fail_all(f"generation stopped before this request was done{f': {error!r}' if error else ''}")
         self._let_model_go()
 
     def _let_model_go(self) -> None:
-        """A kept manager whose thread is over does not keep its model alive."""
+        """Drop the model of a kept manager whose thread has ended, so that the manager does not keep it alive."""
         if self.thread.is_over and self._model is not None and KEPT.get(self._model) is self:
             self._model = None
 
     def _next_seed(self, is_sampled: Any) -> int:
-        """Of a settled seed, by the request's number; else drawn from torch's generator, where it is needed."""
+        """Return a seed derived from the config's seed and the request's number, or drawn from torch's generator."""
         seed = self.continuous_batching_config.seed
         engine_seed = self.engine.config.seed
         if seed is None and engine_seed is None:
@@ -293,5 +293,5 @@ class PagedBatchingManager:
 
 
 def requests_with(own: RequestOverrides) -> AbstractContextManager[None]:
-    """Requests that are added in here have this of their own."""
+    """Return a context in which requests are added with these overrides."""
     return within(_OWN, own)

@@ -1,7 +1,7 @@
-"""transformers' continuous batching methods of an enabled model: its API and outputs, our engine underneath.
+"""transformers' continuous batching methods of an enabled model: the same API and outputs over the paged engine.
 
-What the engine does not carry out goes to transformers' own implementation with a `FallbackWarning` (an error where the
-engine's config says ``strict``).
+A call that is not native goes to transformers' own implementation with a `FallbackWarning` (an error if the engine's
+config has ``strict``).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _manager_context(original: Callable, model: Any, generation_config: Generati
     try:
         yield manager
     except BaseException:
-        if isinstance(manager, PagedBatchingManager):  # what still runs is not fetched any more
+        if isinstance(manager, PagedBatchingManager):  # no caller will fetch the outputs of unfinished requests
             manager.stop(block=block, timeout=timeout, hard_stop=True)
         raise
     finally:
@@ -125,7 +125,7 @@ def _num_tokens(outputs: dict[str, GenerationOutput]) -> int:
     return sum(len(output.generated_tokens) for output in outputs.values())
 
 
-# What stands for transformers' methods, by name; each gets transformers' own and a model.
+# Replacements of transformers' methods by name; each is called with transformers' own method and a model.
 METHODS: dict[str, Callable] = {
     "init_continuous_batching": _init_continuous_batching,
     "continuous_batching_context_manager": _manager_context,
@@ -134,17 +134,17 @@ METHODS: dict[str, Callable] = {
 
 
 def _native_engine(model: Any) -> Engine | None:
-    """The model's engine; None inside a call that runs in stock."""
+    """Return the model's engine; None if it has none, or inside a call that runs in stock."""
     engine = engine_of(model)
     return None if engine in fallback.fallback_engines() else engine
 
 
 def _run_batch(manager: PagedBatchingManager, inputs: list[Any], record_timestamps: bool,
                progress_bar: bool) -> dict[str, GenerationOutput]:
-    """Every input's output; children before their parent, as in transformers 5.23.
+    """Run all inputs, and return their outputs; children before their parent, as in transformers 5.23.
 
     Raises:
-        RuntimeError: the engine broke, or the thread died; what was finished is lost.
+        RuntimeError: a step raised, or the thread died; all outputs are lost.
     """
     copies = num_copies(manager.generation_config.num_return_sequences)
     ids = manager.add_requests(inputs, record_timestamps=record_timestamps)
@@ -175,7 +175,7 @@ def _batching(config: GenerationConfig, given: ContinuousBatchingConfig | None) 
 
 def _stock_reason(model: Any, engine: Engine, config: GenerationConfig,
                   batching: ContinuousBatchingConfig) -> Reason | None:
-    """`stock_reason` of the model in eval mode and outside autocast, where transformers' thread runs it, too."""
+    """Return `stock_reason` for the model in eval mode and without autocast, as transformers' own thread runs it."""
     if engine.is_updating():
         return Reason("continuous batching was started inside a weight_update() of the same engine", remedy=IN_UPDATE)
     if engine.is_reentrant():
@@ -186,7 +186,7 @@ def _stock_reason(model: Any, engine: Engine, config: GenerationConfig,
 
 
 def _too_long(engine: Engine, config: GenerationConfig, inputs: list[Any]) -> Reason | None:
-    """Known beforehand: transformers goes on past the positions that the model was made for, like stock generate."""
+    """Return why the engine has no room for the longest input; stock goes on past the model's positions instead."""
     longest = max(map(len, inputs))
     if isinstance(config.max_new_tokens, int):
         return engine.too_long(longest, config.max_new_tokens)
@@ -194,12 +194,12 @@ def _too_long(engine: Engine, config: GenerationConfig, inputs: list[Any]) -> Re
 
 
 def _resize(model: Any, engine: Engine, batching: ContinuousBatchingConfig) -> None:
-    """Make a new engine where `batching` asks for other sizes than the present one has, which has no request."""
+    """Make a new engine if `batching` has other sizes than the present one and no request uses that."""
     wanted: PagedConfig = paged_config(batching, engine.config)
     if wanted == engine.config:
         return
     stats = engine.stats()
-    holds_weights = engine.replica is not None  # gathered for this call, and another engine would have none
+    holds_weights = engine.replica is not None  # weights gathered for this call, which another engine would lack
     if engine.owns_device or holds_weights or stats.num_running or stats.num_waiting or runs_on(engine):
         warnings.warn(f"hf_paged: the model's engine is in use and keeps its sizes; asked for: {wanted}", UserWarning,
                       stacklevel=level_of_caller())

@@ -1,7 +1,7 @@
-"""What a request of continuous batching asks for, read as transformers' own continuous batching reads it.
+"""Requests of continuous batching, whose settings are read as transformers' own continuous batching reads them.
 
-That is: the call's `GenerationConfig` (else `model.generation_config`) as it stands. A field that is None is off; it
-does not take the model's or generate's default value, so `do_sample=True` alone samples from the whole distribution.
+Only the call's `GenerationConfig` (else `model.generation_config`) counts. A field that is None is off, and does not
+take the default of the model or of generate: `do_sample=True` alone samples from the whole distribution.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from hf_paged.options.settings import (
 )
 from hf_paged.options.table import option_of
 
-# Options of how the cache is kept: continuous batching keeps its own, whatever their values.
+# Options of the cache, whose values are ignored: continuous batching has a cache of its own.
 CACHE_OPTIONS = ("use_cache", "cache_implementation")
 _OPTIONS = frozenset(vars(GenerationConfig()))
 _SIZES = frozenset(field.name for field in dataclasses.fields(ContinuousBatchingConfig)) - _OPTIONS
 
 
 class Refused(str):
-    """The error of a request that the engine did not take: nothing of it ran, and it may run elsewhere."""
+    """The error of a request that the engine refused: no step ran it, and stock may run it."""
 
 
 class NoRoom(str):
-    """The error of a request that was cut: its tokens are right, and the model or the KV pool holds no more."""
+    """The error of a request that was cut: its tokens are right, but the model or the KV pool has no room for more."""
 
 
 @dataclasses.dataclass
 class ServedOutput(GenerationOutput):
-    """An output of a request with a tokenizer of its own, and how it ended: "eos", "stop" or "length"; None: not yet,
-    or not known. ``top_logprobs``, as in a `Completion`, of its tokens; empty where they are not asked for."""
+    """An output of a request with a tokenizer of its own. ``finish_reason``: "eos", "stop", "length", or None if the
+    request has not ended or the reason is unknown. ``top_logprobs``: as in a `Completion`; empty without the option."""
 
     finish_reason: str | None = None
     top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
@@ -56,7 +56,7 @@ class ServedOutput(GenerationOutput):
 
 @dataclasses.dataclass
 class BatchedRequest:
-    """One request of a manager and what it has made so far."""
+    """One request of a manager, with its output so far."""
 
     request_id: str
     prompt: list[int]
@@ -65,32 +65,32 @@ class BatchedRequest:
     streaming: bool = False
     record_timestamps: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # other fields of a GenerationConfig
-    config: GenerationConfig | None = None  # what the fields above are laid over
+    config: GenerationConfig | None = None  # the base, whose fields those above replace
     seed: int = 0
-    asked: RequestOptions = PLAIN  # besides a GenerationConfig
+    asked: RequestOptions = PLAIN  # options besides the config
     cache_salt: bytes = b""  # as in `RequestSettings`
     adapter_name: str | None = None
-    least_room: int = 0  # of new tokens: one that asks for more than there is room for is refused below this, else cut
-    tokenizer: Any = None  # stop strings are looked for in the text that it makes; None: by the engine's tokenizer
-    form: Form = NO_FORM  # of the output, of texts of this tokenizer
+    least_room: int = 0  # with room for fewer new tokens than this, a request that needs more is refused, and not cut
+    tokenizer: Any = None  # decodes the text in which stop strings are searched; None for the engine's tokenizer
+    form: Form = NO_FORM  # of the output, in texts of this tokenizer
     tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)  # of `tokens`, where wanted; and the likeliest
+    logprobs: list[float] = dataclasses.field(default_factory=list)  # of `tokens`; empty without the option
     top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
     times: list[float] = dataclasses.field(default_factory=list)
     status: RequestStatus = RequestStatus.PENDING
     created: float = dataclasses.field(default_factory=time.perf_counter)
     lifespan: tuple[float, float] = (-1, -1)
-    is_cut: bool = False  # it gets fewer tokens than it asked for, since there is no room for more
+    is_cut: bool = False  # the request's limit of new tokens was lowered, since there is no room for more
     is_cancelled: bool = False
-    is_failed: bool = False  # its last output was made; what the engine still brings of it is dropped
+    is_failed: bool = False  # the failed output was handed over, and later outputs of the engine are dropped
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether its tokens are looked at one by one as they come."""
+        """Whether each token is needed at its step."""
         return self.streaming or self.record_timestamps
 
     def copies(self, count: int) -> list[BatchedRequest]:
-        """The request and its ``count - 1`` children, each under the id that transformers gives it."""
+        """Return the request behind its ``count - 1`` children, each with the id that transformers gives it."""
         children = [
             dataclasses.replace(self, request_id=f"{self.request_id}__child#{i}", tokens=[], logprobs=[], times=[],
                                 top_logprobs=[])
@@ -129,7 +129,7 @@ class BatchedRequest:
 
 
 def failed_output(request: BatchedRequest, error: str) -> GenerationOutput:
-    """The last output of a request that failed, whatever became of what it has made so far."""
+    """Return the last output of a failed request, without its tokens if even these raise."""
     try:
         return request.finish(error)
     except Exception:
@@ -138,7 +138,7 @@ def failed_output(request: BatchedRequest, error: str) -> GenerationOutput:
 
 
 def batching_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
-    """A copy of `config`, or of `model.generation_config`, with `kwargs` over it and the EOS ids settled.
+    """Return a copy of `config`, or of `model.generation_config`, with `kwargs` over it and the model's EOS ids.
 
     Raises:
         TypeError: `config` is no GenerationConfig.
@@ -158,7 +158,7 @@ def batching_config(model: Any, config: GenerationConfig | None, kwargs: dict[st
 
 
 def with_options(config: GenerationConfig, options: dict[str, Any]) -> GenerationConfig:
-    """A copy of `config` with `options` over it; ValueError names those that are no fields or not accepted."""
+    """Return a copy of `config` with `options` over it; raises ValueError for unknown or invalid options."""
     if not options:
         return config
     config = copy.copy(config)
@@ -172,7 +172,7 @@ def with_options(config: GenerationConfig, options: dict[str, Any]) -> Generatio
 
 
 def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings:
-    """What the engine is told about `request`, whose `is_cut` is set where it gets less than it asked for.
+    """Return the engine's settings of `request`, and set its `is_cut` if there is no room for all its new tokens.
 
     Raises:
         UnsupportedOptionError, ValueError, TypeError: as `settings_from_config`.
@@ -200,7 +200,7 @@ def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings
 
 
 def stop_rule(engine: Engine, settings: RequestSettings, request: BatchedRequest) -> StopRule | None:
-    """What watches a request for its stop strings and its time; raises what `Engine.stop_rule` raises."""
+    """Return the rule for a request's stop strings and time limit, or None; raises as `Engine.stop_rule`."""
     if request.tokenizer is None or not settings.stop_strings:
         return engine.stop_rule(settings, request.prompt)
     return TextStopRule(settings.stop_strings, request.tokenizer, deadline_after(settings.max_time))
@@ -208,13 +208,13 @@ def stop_rule(engine: Engine, settings: RequestSettings, request: BatchedRequest
 
 def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousBatchingConfig,
                  tokenizer: Any = None) -> Reason | None:
-    """Why transformers' own continuous batching has to serve requests of `config`, or None.
+    """Return the reason why transformers' own continuous batching has to serve requests of `config`, or None.
 
     Args:
         tokenizer: as in `BatchedRequest`.
 
     Raises:
-        UnsupportedModelError: every rank of a sharded model runs the script: their threads go at their own pace.
+        UnsupportedModelError: every rank of a sharded model runs the script, so that their threads would diverge.
     """
     if engine.group.is_parallel and not engine.group.driven:
         raise UnsupportedModelError("continuous batching of a model that is sharded over the ranks of this script: "

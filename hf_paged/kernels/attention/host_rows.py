@@ -86,7 +86,7 @@ class HostRows:
         return found
 
     def _reads(self, window: int) -> Reads:
-        """One new token: together in groups of similar length. More, or nobody to be grouped with: row by row."""
+        """Read rows of one new token in groups of similar length; rows of more tokens, or without a group, alone."""
         if len(self._lengths) == 1 and self._longest:
             return Reads([], [self._row(0, window)])
         seen = self._lengths > 0

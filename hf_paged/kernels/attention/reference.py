@@ -7,7 +7,7 @@ import torch
 from hf_paged.kernels.attention.host_rows import GroupedRows, SingleRow
 from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, positively_scaled
 
-# Whatever somebody puts in its place in torch.nn.functional.
+# From torch._C, so that a patched torch.nn.functional does not change the reference.
 _ATTENTION = torch._C._nn.scaled_dot_product_attention
 
 

@@ -29,9 +29,9 @@ class AttentionOptions:
 
 
 def positively_scaled(q: torch.Tensor, options: AttentionOptions) -> tuple[torch.Tensor, AttentionOptions]:
-    """Queries and options of the same scores, with a scale above 0.
+    """Return queries and options with the same scores and a scale above 0.
 
-    Who takes the largest score, or masks scores, before scaling needs one: -inf times a negative number is inf.
+    Code that takes the largest score, or masks scores, before scaling needs this: -inf times a negative number is inf.
     """
     if options.scale > 0.0:
         return q, options

@@ -1,7 +1,7 @@
-"""Kernels that a piece of work launches and that are not compiled yet are compiled at once, in threads.
+"""Parallel compilation, in threads, of the kernels that a piece of work is about to launch.
 
-Nobody lists them: the work is run twice. The first run is a dry one, which launches none of hf_paged's kernels and
-notes for which Triton has no code yet. Triton's compiler holds Python's lock only while it parses.
+No list of kernels is needed: the work is run twice. The first run is a dry one, which launches none of hf_paged's
+kernels and notes which are not compiled yet. Triton's compiler holds the GIL only while it parses.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ _ALLOCATIONS = frozenset({
 
 
 class _Missing(BaseException):
-    """A kernel is not compiled. No `Exception`: the code that it passes through is not to answer it.
+    """A signal that a kernel is not compiled. Not an `Exception`, so that no code on its way catches it.
 
-    Its argument, if it has one, is the future of who compiles it.
+    Its argument, if it has one, is the future of the kernel's compilation.
     """
 
 
 class _Watch:
-    """Launches are launches, up to the first kernel that is not compiled."""
+    """A run that launches kernels up to the first one that is not compiled."""
 
     def submit(self, *_: Any) -> Any:
         raise _Missing
 
 
 class _DryRun:
-    """Nothing is launched; what is not compiled is sent to threads, and `pending` as a `FutureKernel` of Triton's."""
+    """A run that launches nothing; kernels that are not compiled go to threads and, as `FutureKernel`, to `pending`."""
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(min(num_cores(), _MOST_THREADS), thread_name_prefix="hf_paged-compile")
-        self.pending: dict[Any, Any] = {}  # the kernel of each FutureKernel, which may have come meanwhile
+        self.pending: dict[Any, Any] = {}  # the kernel of each FutureKernel, which may be compiled already
 
     def run(self, work: Callable[[], object]) -> None:
-        with _dry(self), suppress(Exception), _Zeros():  # the real run is the one to fail
+        with _dry(self), suppress(Exception), _Zeros():  # an error will be raised by the real run
             work()
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
@@ -107,7 +107,7 @@ class _DryRun:
 
 
 class _Ahead:
-    """Nothing is launched. What lies on the disk is loaded; else `_Missing` has the future of who compiles it."""
+    """A run that launches nothing and loads kernels from disk; `_Missing` has the future of one that is compiled."""
 
     def __init__(self) -> None:
         self._name = ""
@@ -233,13 +233,13 @@ class _Noted:
 
 
 def noted(kernel: Any) -> Any:
-    """A kernel that another `jit` has made (Gluon's), for dry runs to know it."""
+    """Make dry runs handle a kernel that another `jit` (Gluon's) has made, and return it."""
     kernel.__class__ = type(type(kernel).__name__, (_Noted, type(kernel)), {})
     return kernel
 
 
 class Kernel(_Noted, JITFunction):
-    """A function that Triton compiles. It is read at its first use, so that what nobody uses costs nothing."""
+    """A function that Triton compiles. Its source is read at its first use, so that an unused kernel costs nothing."""
 
     def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
         self._read = partial(super().__init__, fn, **options)
@@ -247,14 +247,14 @@ class Kernel(_Noted, JITFunction):
         self._is_read = False
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever is missing yet is what Triton's own `__init__` sets."""
+        """Run Triton's own `__init__`, which sets all attributes that are missing."""
         if not name.startswith("_is_read"):
             with self._reading:
                 if not self._is_read:
                     self._is_read = True
                     self._read()
                     return getattr(self, name)
-                if name in self.__dict__:  # another thread has read it meanwhile
+                if name in self.__dict__:  # another thread has run `__init__` while this one waited for the lock
                     return self.__dict__[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -331,15 +331,15 @@ def in_background(prepare: Callable[[], object]) -> Future[object]:
 
 @once_a_process
 def prepare_triton() -> Future[object]:
-    """What Triton does once in a process before the first kernel, in a thread: it hashes its own files (0.4 s).
+    """Have Triton hash its own files (0.4 s), in a thread, which it does once a process before its first kernel.
 
-    Threads that come to it at the same time would all do it.
+    Without this, threads that compile at the same time would all hash them.
     """
     return in_background(_hash_triton)
 
 
 def _hash_triton() -> None:
-    with suppress(Exception):  # another version's, or without Triton: whoever needs it, does it
+    with suppress(Exception):  # without Triton, or with another version, which hashes its files when it needs them
         from triton.runtime.cache import triton_key
 
         triton_key()

@@ -63,7 +63,7 @@ def linear_triton(
 
 
 def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """:func:`linear` as far as its first launch brings it, for who adds the sums up together with what comes next.
+    """Compute the first launch of :func:`linear`, for callers that add the partial sums up in their own kernel.
 
     Returns:
         ``[T, N]`` as :func:`linear`, or float32 ``[S, T, N]``: sums over parts of the columns, to be added up in order

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""The rows of a step, those of one LoRA entry side by side, so that a tile of rows has one set of adapters."""
+"""The order of a step's rows by LoRA entry, so that a tile of rows has one set of adapters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where the LoRA adapters of some linear layers lie, as kernels find them: read in place, so that nothing is renewed.
+"""The table of addresses by which kernels read the LoRA adapters of some linear layers in place, without copies.
 
-The linear layers are those that read one input. A row of it belongs to an *entry*, a set of adapters that are added up;
+The linear layers read the same input. A row of it belongs to an *entry*, a set of adapters that are added up;
 each *part* of an entry has at most one adapter for each of the layers, the *members*.
 """
 

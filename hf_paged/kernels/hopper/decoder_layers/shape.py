@@ -35,8 +35,8 @@ class LayerFields(NamedTuple):
 
 
 def kinds(layers: Sequence[Any]) -> Iterator[tuple[str, list[Any], int]]:
-    """Tensors of layers (`LayerTensors`) whose places are told from the lowest one of them: name, tensors, bytes of a
-    unit. They may lie terabytes apart: CUDA hands out addresses from ends of its range."""
+    """Yield name, tensors and bytes of a unit for tensors of layers (`LayerTensors`) that are addressed relative to the
+    lowest one of them. They may lie terabytes apart: CUDA allocates addresses from both ends of its range."""
     for i, name in enumerate(("qkv", "o", "gate_up", "down")):
         yield name, [layer[i] for layer in layers], 2 * LINE
     caches = [cache for layer in layers for cache in layer[4:6]]
