@@ -110,7 +110,7 @@ class EngineThread:
 
     def _start_for_actions(self) -> None:
         if self._lingers and self._actions and self._engine is None:
-            self._start(self._stop)
+            self._start(_NOW if self._stop == _NOW else _RUN)  # the next thread lingers, however this one ended
 
     def stop(self, *, now: bool) -> None:
         """Have the thread end when all requests are done or, with ``now``, before the next step.
@@ -204,8 +204,8 @@ class EngineThread:
         try:
             while (actions := self._wait()) is not None:
                 for action in actions:
-                    action()
-                self._step()
+                    self._attempt(action)
+                self._attempt(self._step)
                 self._after_turn()
             if self._is_this():
                 for call in list(self._calls):
@@ -252,16 +252,19 @@ class EngineThread:
         self.changed.wait_for(lambda: not self._num_pauses)
         self._is_paused = False
 
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Do a part of a turn. If the engine raises in it, all present calls fail, but no later ones."""
+        try:
+            work()
+        except Exception as error:
+            self._fail_calls(error)
+
     def _step(self) -> None:
-        """Run one step, and hand its outputs over. If the step raises, all present calls fail, but no later ones."""
+        """Run one step, and hand its outputs over."""
         calls = self._calls
         if not calls:
             return
-        try:
-            outputs = self.engine.advance([call.session for call in calls])
-        except Exception as error:
-            self._fail_calls(error)
-            return
+        outputs = self.engine.advance([call.session for call in calls])
         for call, made in zip(calls, outputs, strict=True):
             if made:
                 call.num_open -= sum(output.completion is not None for output in made)

@@ -32,7 +32,9 @@ from lora_models import with_adapter  # noqa: E402
 
 PROMPTS = random_prompts([20, 9, 33], seed=2)
 LENGTH = 6
-FILES = "/loop.py", "/engine_state.py", "/session.py", "/request_table.py", "/feature_set.py"
+FILES = ("/loop.py", "/engine_state.py", "/prepared_model.py", "/session.py", "/request_table.py",
+         *(f"/features/{name}.py" for name in
+           ("feature_set", "adapters", "log_probs", "streaming", "text", "versions")))
 LENT = ("q_proj", "v_proj")  # the modules of the adapter that comes and goes
 
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import assert_idle, byte_tokenizer, random_prompts, stock_copy, stock_generate, tiny_model
+from support import (
+    Interrupt,
+    assert_idle,
+    byte_tokenizer,
+    interrupted_behind,
+    random_prompts,
+    stock_copy,
+    stock_generate,
+    tiny_model,
+)
 from transformers import GenerationConfig
 
 import hf_paged
@@ -532,3 +542,37 @@ def test_guesses_are_made_where_they_bring_more_than_they_cost(num_guessing, num
     found = made.drafts(num_running, "cuda")
     assert bool(found) == guesses
     assert sum(1 + len(tokens) for tokens in found.values()) <= 128
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_an_interrupt_among_the_indexes_harms_no_later_guess(step):
+    """An index that the interrupt left half-way is not looked at again: neither by its request nor by later ones."""
+    prompt, config = [70, 71, 72, 73] * 3, GenerationConfig(max_new_tokens=8, prompt_lookup_num_tokens=4)
+    model = tiny_model(vocab_size=256)
+
+    def finish(engine, request_id):
+        while engine.has_unfinished():
+            for output in engine.step():
+                if output.completion is not None and output.request_id == request_id:
+                    return output.completion.token_ids, output.completion.error
+        return None
+
+    plain = hf_paged.Engine(model, hf_paged.PagedConfig(num_blocks=40))
+    plain.add_request(prompt, config, request_id="a")
+    expected = finish(plain, "a")
+    assert expected[1] is None
+    for at in range(step, 400, 3):
+        engine = hf_paged.Engine(model, hf_paged.PagedConfig(num_blocks=40))
+        engine.add_request(prompt, config, request_id="a")
+        with suppress(Interrupt), interrupted_behind(at, "/token_index.py", "/features/drafts.py") as places:
+            while engine.has_unfinished():
+                engine.step()
+        if len(places) < at:
+            break
+        for name in ("a", "b"):
+            if name == "b":
+                engine.add_request(prompt, config, request_id=name)
+            found = finish(engine, name)
+            assert found in (expected, None) if name == "a" else found == expected, places[-1]
+    else:
+        pytest.fail("the interrupts never came behind the last call")

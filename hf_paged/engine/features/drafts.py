@@ -203,6 +203,11 @@ class Speculation(StepFeature):
         self._running.pop(request.request_id, None)
         self._drafters.pop(request.request_id, None)  # the output stays in the index of its prompt
 
+    def lose_steps(self) -> None:
+        # An interrupt may have come while a text was added to an index, which later look-ups would fail on.
+        self._drafters.clear()
+        self._rollouts.forget()
+
     def forget(self) -> None:
         self._rollouts.forget()
 

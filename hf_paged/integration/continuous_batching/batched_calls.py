@@ -88,12 +88,13 @@ class BatchedCalls:
     def take_changes(self) -> None:
         """Begin new requests, and abort cancelled ones; runs in the thread."""
         arrivals, cancelled = self._board.take_changes()
-        for call in (self._streams, self._others):
-            call.abort(cancelled)
         try:
+            for call in (self._streams, self._others):
+                call.abort(cancelled)
             self._begin(arrivals)
         except Exception as error:
             self._board.fail(arrivals, f"{BROKE}{error!r}")
+            raise  # the thread fails the requests that run
 
     def _begin(self, arrivals: list[BatchedRequest]) -> None:
         """Add the requests that can run to the engine; each other request ends with its own error."""

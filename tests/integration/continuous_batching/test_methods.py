@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 import hf_paged
 from hf_paged import FallbackError, FallbackWarning
+from hf_paged.engine.engine import Engine
 from hf_paged.integration.continuous_batching import board
 from hf_paged.integration.continuous_batching.manager import KEPT, PagedBatchingManager
 
@@ -533,6 +534,23 @@ def test_an_engine_that_breaks_fails_what_runs_and_starts_afresh(model, monkeypa
             request_id = manager.add_request(PROMPTS[0], streaming=streaming)
             outputs = list(manager.request_id_iter(request_id))
             assert outputs[-1].generated_tokens == expected
+    assert_idle(model)
+
+
+def test_an_engine_that_breaks_while_a_request_is_cancelled_fails_what_runs_alone(model, monkeypatch):
+    """The step in flight is committed for the cancellation, and may bring an error of the device."""
+    expected = expected_rows(model, PROMPTS[:1], max_new_tokens=12)[0]
+    with running(model) as manager:
+        first, second = (manager.add_request(prompt, max_new_tokens=200, streaming=True) for prompt in PROMPTS[:2])
+        assert manager.get_result(second, timeout=20) is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "abort", lambda *_: (_ for _ in ()).throw(RuntimeError("the roof is on fire")))
+            manager.cancel_request(first)
+            outputs = list(manager.request_id_iter(second))
+        assert outputs[-1].status == RequestStatus.FAILED and "the roof is on fire" in outputs[-1].error
+        assert manager.is_running() and manager.background_thread_status.fatal_error is None
+        again = manager.add_request(PROMPTS[0])
+        assert manager.get_result(again, timeout=20).generated_tokens == expected
     assert_idle(model)
 
 
