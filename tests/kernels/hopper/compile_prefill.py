@@ -1,6 +1,6 @@
 """Compiles the Hopper kernel without a GPU; prints a JSON line a shape: counts of instructions and what was said.
 
-    python compile_hopper.py '{"head_dim": 64, "block_n": 128, "stages": 3}' ...
+    python compile_prefill.py '{"head_dim": 64, "block_n": 128, "stages": 3}' ...
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def test_the_tensor_cores_run_on_while_others_compute():
         {"head_dim": 128, "block_n": 128, "stages": 2, "has_queue": False},
         {"head_dim": 256, "block_n": 64, "stages": 2},
     ]
-    script = Path(__file__).with_name("compile_hopper.py")
+    script = Path(__file__).with_name("compile_prefill.py")
     for shape, counts in zip(shapes, lines_of(script, shapes, timeout=240), strict=True):
         waits = 16 if shape.get("has_window") else 12
         assert counts["WARPGROUP.DEPBAR"] == waits < counts["HGMMA"] / 4, shape
