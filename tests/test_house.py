@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MOST_LINES, MOST_FILES = 47_600, 335
 # A file of more lines is several ideas. Those that are: what they may have at most.
 MOST_LINES_OF_A_FILE = 700
-LONG_FILES = {"engine/engine.py": 1_240}
+LONG_FILES = {"engine/engine.py": 1_230}
 MOST_FILES_IN_A_FOLDER = 15
 FULL_FOLDERS = {"engine": 31, "guards": 16, "integration": 32, "models": 26, "options": 16, "parallel": 16,
                 "runner": 16}

@@ -847,11 +847,6 @@ class Engine:
         self._commands.around, self._commands.on_break = waiting, on_break
 
     @property
-    def is_shut_down(self) -> bool:
-        """Whether `shutdown` was called. Requests that ran then end without an output."""
-        return self._is_shut_down
-
-    @property
     def group(self) -> ParallelGroup:
         """The ranks over which the model is sharded."""
         return self._executor.group
