@@ -20,6 +20,10 @@ endif
 # A process a core, one thread each: on two cores twice as fast as one process. With worksteal each has a run of whole
 # modules, so that few of their fixtures are made twice.
 PYTEST := env $(SETTINGS_$(KERNELS)) OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n auto --dist worksteal
+# Bytecode is written also where the caller's environment forbids it, and not between the sources: without it each of the
+# processes that tests start compiles all of torch and transformers, 5 s of a processor.
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/bytecode
+unexport PYTHONDONTWRITEBYTECODE
 
 # torch is pinned. Without a GPU it comes from torch's own index, since PyPI's brings gigabytes of CUDA.
 TORCH ?= torch==2.13.0

@@ -1,4 +1,4 @@
-"""Microseconds of an all-reduce inside a CUDA graph: NCCL and our algorithms, alone and with add + RMSNorm.
+"""Time an all-reduce inside a CUDA graph: NCCL and hf_paged's algorithms, alone and with add + RMSNorm.
 
     python benchmarks/all_reduce_speed.py --size N [--out all_reduce.json] [--seconds 120]
 

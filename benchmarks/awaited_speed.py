@@ -1,9 +1,9 @@
-"""What awaited calls and metrics cost: one `generate` of all prompts, a task for each, streams; and with metrics.
+"""Measure what awaited calls and metrics cost: one `generate` of all prompts, a task for each, streams, metrics.
 
     python benchmarks/awaited_speed.py [--model 0.6B] [--tasks 1024] [--new 128] [--runs 3] [--device cuda] [--out F]
 
 Random weights of Qwen3's shapes; prompts of 16 to 64 random tokens, greedy, no EOS. Output tokens a second, medians of
-runs in turn after one to warm up. Metrics stay on once they were asked for, so those runs come last.
+runs in turn after one to warm up. Metrics stay on once they were switched on, so those runs come last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engines that run_all.py compares, each behind `open`, `prepare`, `run` and `close`.
+"""Engines that run_all.py compares, each behind `open`, `prepare`, `run` and `close`.
 
 `open` makes the engine ready for a workload and returns the seconds to the first token (None where it was open);
 `prepare` empties the prefix cache and fills in what the workload wants cached; `run` returns tokens made, per request.

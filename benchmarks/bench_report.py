@@ -49,7 +49,7 @@ def print_table(report: dict[str, Any]) -> None:
     for line in lines:
         table.add_row(*line)
     console = Console()
-    # Into a file or a pipe: as wide as it needs, since nobody reads a table folded at 80 columns.
+    # Into a file or a pipe: as wide as it needs, since a table folded at 80 columns is hard to read.
     (console if console.is_terminal else Console(width=240)).print(table)
 
 

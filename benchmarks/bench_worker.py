@@ -1,4 +1,4 @@
-"""One engine, one model, some rows: the process that run_all.py starts, so that a failure stays in it.
+"""Run rows of one model on one engine, in a process of its own that run_all.py starts and may lose.
 
     python benchmarks/bench_worker.py job.json events.jsonl
 

@@ -1,4 +1,4 @@
-"""What calls with code of the caller's own cost, alone and beside others, on one model.
+"""Measure calls of a model with code of the caller's own (processors, criteria), alone and beside other calls.
 
     python benchmarks/callers_speed.py [--model 0.6B] [--runs 3] [--scale 1.0] [--device cuda] [--out f.json]
 

@@ -1,4 +1,4 @@
-"""Bars of tokens per second by workload and engine, relative to vLLM: the picture of the README.
+"""Draw bars of tokens per second by workload and engine, relative to vLLM: the picture of the README.
 
 `report.py` draws it from the visit that docs/performance.md shows; `run_all.py --plot-from` draws any run.
 """

@@ -1,4 +1,4 @@
-"""Time of a decode step of few rows behind so many tokens, all layers in one launch and layer by layer.
+"""Time decode steps of few rows behind long contexts, with all layers in one launch and layer by layer.
 
     python benchmarks/few_rows_speed.py [--model 0.6B] [--cases 1x384 2x384 4x384 8x384 1x8000 1x30000 8x4000
                                         8x384+1500] [--new 128] [--device cuda]

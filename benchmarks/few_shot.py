@@ -1,4 +1,4 @@
-"""A few-shot evaluation as lm-eval runs it: `generate_until`, 5 shots, hundreds of requests behind one prefix.
+"""Measure a few-shot evaluation as lm-eval runs it: `generate_until`, 5 shots, hundreds of requests on one prefix.
 
     python benchmarks/few_shot.py [--model 0.6B] [--requests 384] [--batch 128] [--runs 2] [--engines stock ours]
 

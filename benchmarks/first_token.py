@@ -1,4 +1,4 @@
-"""How long the first token takes: imports, load, compiling, capturing, in a process of its own for each case.
+"""Time the first token: imports, load, compiling, capturing, in a process of its own for each case.
 
     python benchmarks/first_token.py --model 0.6B --out first_token.json
     python benchmarks/first_token.py --model 8B --cases generator-warm enable-warm
@@ -136,12 +136,12 @@ def watch() -> Watch:
     from triton import knobs
 
     from hf_paged.models.fused import FusedExecutor
-    from hf_paged.runner import device, graphs
+    from hf_paged.runner import graphs, memory
 
     found = Watch()
     knobs.compilation.listener = found.compiled
     found.around(graphs.StepGraphs, "_record", "capturing")
-    found.around(device, "owned_num_blocks", "measuring memory")
+    found.around(memory, "owned_num_blocks", "measuring memory")
     found.around(FusedExecutor, "prepare", "preparing")
     return found
 

@@ -1,4 +1,4 @@
-"""Installed FlashAttention packages against our kernels on the prefill shapes: results first, then TFLOP/s.
+"""Compare installed FlashAttention packages with hf_paged's kernels on prefill shapes: results, then TFLOP/s.
 
     PYTHONPATH=.:<folder with the packages> python benchmarks/flash_attn_speed.py [--out flash.json]
 

@@ -1,4 +1,4 @@
-"""The least time that a workload can take on a device, from its own bytes and FLOPs.
+"""Compute the least time that a workload can take on a device, from its own bytes and FLOPs.
 
     seconds = prefill + decode
     prefill = max(FLOPs / GEMM rate, bytes of the weights / copy rate), with

@@ -1,4 +1,4 @@
-"""A model sharded by FSDP2: seconds to gather its weights, and tokens per second against the same model on one GPU.
+"""Time a model sharded by FSDP2: gathering its weights, and tokens per second against the model on one GPU.
 
     python benchmarks/fsdp.py --model 8B --size 2 [--rows 128] [--prompt 256] [--new 256] [--runs 2] [--limit 110]
     python benchmarks/fsdp.py --model tiny --size 2 --rows 3 --prompt 9 --new 8       # on a CPU, over gloo
@@ -6,7 +6,7 @@
 The fp32 parameters are random and lie spread over the ranks, as a trainer keeps them; the policy computes in bf16. Each
 rank generates its own prompts by `model.generate`, greedily. "gather" is a whole call of `hf_paged.gathered` after a
 write to the weights: the checksum of the rank's parts, the meeting, the collectives. "alone" is the same model in bf16
-on each rank, enabled like that, after the sharded one is gone. With $OUT set, ranks write their figures and logs there.
+on each rank, enabled without sharding, after the sharded one was deleted. Ranks write figures and logs to $OUT, if set.
 """
 
 from __future__ import annotations

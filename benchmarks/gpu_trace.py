@@ -1,4 +1,4 @@
-"""What torch's profiler saw of a GPU."""
+"""Read what torch's profiler recorded of a GPU."""
 
 from __future__ import annotations
 

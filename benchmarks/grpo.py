@@ -1,6 +1,6 @@
-"""Seconds of a GRPO step of TRL's, by engine: rollout, log-probs, update; and the peak of the device's memory.
+"""Time a GRPO step of TRL by engine: rollout, log-probs, update; and the peak of the device's memory.
 
-    python benchmarks/grpo.py [--models 0.6B 1.7B] [--engines ours vllm stock] [--warmup 2] [--steps 2] [--out DIR]
+    python benchmarks/grpo.py [--models 0.6B 1.7B] [--engines ours vllm stock] [--warmup 3] [--steps 2] [--out DIR]
     python benchmarks/grpo.py --models tiny --device cpu --scale 0.02      # does it run? seconds, no figures to quote
 
 TRL's defaults (fp32 weights under bf16 autocast, activation checkpointing, micro-batches of 8) for every engine, over
@@ -122,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(QWEN3_SHAPES), default=["0.6B"])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="that count")
     parser.add_argument("--micro-batch", type=int, default=8, help="rows of a forward of the update")
     parser.add_argument("--lora", action="store_true", help="train LoRA of rank 16 over all linear layers")

@@ -1,4 +1,4 @@
-"""One engine's GRPO steps: the process that grpo.py starts, so that no engine finds what another one left.
+"""Run the GRPO steps of one engine, in a process of its own that grpo.py starts.
 
     python benchmarks/grpo_worker.py job.json figures.json
 """

@@ -1,4 +1,4 @@
-"""Host time of a generate call on a CPU: before its first step, and in every decode step (the device's part left out).
+"""Time what a generate call costs the host, before its first step and in every decode step, on a CPU.
 
     python benchmarks/host_cost.py [--layers 28] [--requests 256]
 
@@ -24,7 +24,7 @@ from workloads import qwen3_config
 
 from hf_paged import PagedGenerator
 from hf_paged.engine.loop import EngineCore
-from hf_paged.integration.requests import Call, wanted
+from hf_paged.integration.requests import Call, runnable
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 
 
@@ -103,7 +103,7 @@ def in_a_step(generator: PagedGenerator, prompts: list, stream: bool, steps: int
     try:
         with generator.engine.session(stream=stream) as session:
             config = GenerationConfig(max_new_tokens=2 * steps)
-            generator.engine.add_all(session, wanted(generator._maker.make(Call.of(prompts, config, seed=0))))
+            generator.engine.add_all(session, runnable(generator._reader.read(Call.of(prompts, config, seed=0))))
             while len(times) < steps:
                 start = time.thread_time()
                 generator.engine.advance([session])[0]

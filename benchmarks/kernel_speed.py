@@ -1,4 +1,4 @@
-"""How close the kernels come to the card: attention, fused ops, linear layers of few rows, sampling, checksum.
+"""Compare the kernels with the card's limits: attention, fused ops, small products, sampling, checksum.
 
     python benchmarks/kernel_speed.py [--out kernels.json] [--sweep]
 
@@ -29,16 +29,14 @@ import torch
 import triton
 
 from hf_paged.attention.backend import AttentionBackend
-from hf_paged.attention.paged_attention import paged_attention
 from hf_paged.attention.plan_decode import plan_items
-from hf_paged.attention.registry import resolve_backend
+from hf_paged.attention.registry import paged_attention, resolve_backend
 from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, PagedMetadata
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
-from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.linear import linear
-from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store
+from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store
 from hf_paged.kernels.layer.silu_mul import silu_mul
 from hf_paged.kernels.layer.store_kv import store_kv
 from hf_paged.kernels.weights_checksum import ChecksumPlan

@@ -1,4 +1,4 @@
-"""The linear kernels against cuBLAS for every projection of Qwen3 0.6B, 4B and 8B, and whole layers in one graph.
+"""Compare the linear kernels with cuBLAS for every projection of Qwen3 0.6B, 4B and 8B, and in whole layers.
 
     python benchmarks/linear_tuning.py [--out linear.json] [--models 0.6B 8B] [--rows 1 8] [--skip-sweep] [--skip-chain]
     python benchmarks/linear_tuning.py --skip-chain --models 32B/2 32B/4 --rows 64 96 128 192 256   # a rank's part
@@ -31,7 +31,6 @@ from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 from hf_paged.kernels.layer._gemv import GemvConfig
 from hf_paged.kernels.layer._splitk_linear import MAX_ROWS, DotConfig
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
-from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.linear import (
     fastest_config,
     linear,
@@ -40,9 +39,8 @@ from hf_paged.kernels.layer.linear import (
     linear_silu_mul_triton,
     linear_triton,
 )
-from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store
+from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store
 from hf_paged.kernels.layer.silu_mul import silu_mul
-from hf_paged.kernels.layer.sum_splits_add_rms_norm import sum_splits_add_rms_norm
 
 # hidden, q heads, KV heads, inner, layers; heads of 128 in all of them. 32B/2: what a rank of two has, but the head.
 MODELS = {
@@ -167,9 +165,6 @@ class Step:
 
 def _add_norm(delta: torch.Tensor, residual: torch.Tensor | None,
               weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if delta.dim() == 3:
-        assert residual is not None
-        return sum_splits_add_rms_norm(delta, residual, weight, EPS)
     return add_rms_norm(delta, residual, weight, EPS)
 
 

@@ -1,4 +1,4 @@
-"""What loading a rank's share of a checkpoint takes: seconds, GB/s, and peak memory on host and device.
+"""Measure how a rank loads its share of a checkpoint: seconds, GB/s, and peak memory on host and device.
 
     torchrun --standalone --nproc_per_node 2 benchmarks/load_memory.py /dev/shm/qwen3-32B
 

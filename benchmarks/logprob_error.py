@@ -1,4 +1,4 @@
-"""Teacher-forced log-prob error against fp32: hf_paged in bf16 next to stock in bf16.
+"""Measure the error of log-probabilities against fp32: hf_paged in bf16 next to stock in bf16.
 
     python benchmarks/logprob_error.py [--model 0.6B] [--seeds 3] [--sequences 36] [--length 1024] [--autocast]
                                        [--out f.json]
@@ -28,9 +28,9 @@ from hf_paged import PagedConfig
 from hf_paged.kernels.hopper.decoder_layers.shape import ROWS
 from hf_paged.kernels.hopper.decoder_layers_support import why_not_on
 from hf_paged.models import ModelExecutor, find_executor
+from hf_paged.models.base import StepContext
 from hf_paged.runner.model_runner import ModelRunner
-from hf_paged.runner.request_state import SlotParameters
-from hf_paged.runner.step_context import PagedStep
+from hf_paged.sampling.slot_row import SlotRow
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
 
 LAYER_BY_LAYER = "layer by layer"
@@ -66,7 +66,7 @@ def paged(executor: ModelExecutor, tokens: torch.Tensor, group_prefixes: bool = 
     own_hidden_states = executor.hidden_states
     step: dict = {}
 
-    def hidden_states(input_ids: torch.Tensor, context: PagedStep) -> torch.Tensor:
+    def hidden_states(input_ids: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Scores all tokens, and those that are the last of a row as the step has them."""
         every = own_hidden_states(input_ids, context._replace(ends=None))
         hidden = every if context.ends is None else own_hidden_states(input_ids, context)
@@ -89,7 +89,7 @@ def paged(executor: ModelExecutor, tokens: torch.Tensor, group_prefixes: bool = 
 
     runner.prepare()
     executor.refresh(None)
-    greedy = SlotParameters(max_length=length)
+    greedy = SlotRow.of(max_length=length)
     executor.hidden_states, runner.state.sample = hidden_states, teacher  # type: ignore[method-assign, assignment]
     while scheduler.num_waiting + scheduler.num_running:
         step["plan"] = plan = scheduler.schedule()

@@ -1,4 +1,4 @@
-"""One request of 128k prompt tokens: time of each chunk against its floor, decode behind it, memory against the budget.
+"""Time one request of 128k prompt tokens: its chunks against their floors, decode behind it, its memory.
 
     python benchmarks/long_context.py [--model 8B] [--prompt 131072] [--new 128] [--chunk 8192] [--out long.json]
     python benchmarks/long_context.py --model tiny --prompt 2048 --chunk 256 --each 512 --device cpu     # does it run?

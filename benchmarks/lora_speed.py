@@ -1,4 +1,4 @@
-"""What LoRA costs: the linear layers of a step with and without adapters, and whole workloads.
+"""Measure what LoRA costs: the linear layers of a step with and without adapters, and whole workloads.
 
     python benchmarks/lora_speed.py layers [--models 0.6B 8B] [--rows 1 16 64 256 8192] [--ways ...] [--tune]
     python benchmarks/lora_speed.py workload [--model 0.6B] [--kinds base fp32 bf16 mixed] [--out f.json]
@@ -6,8 +6,8 @@
 On a GPU. `layers`: microseconds a decoder layer of all that it does besides attention, over all layers of the model in
 one CUDA graph, without adapters, and what rank-16 adapters of all linear layers add: float32 or bfloat16, one or 8
 mixed row by row; in other ways, too. `floor` is the time to read the adapters at the speed of a copy. `--tune` tries
-tiles and ways of multiplying. `workload`: tokens a second of nano, as run_all.py
-measures them, with PEFT's adapters; mixed: each prompt names one of 8.
+tiles and ways of multiplying. `workload`: tokens a second of nano, as run_all.py measures them, with PEFT's adapters;
+mixed: each prompt names one of 8.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from workloads import generation_configs, make_workload, qwen3
 
 from hf_paged import PagedGenerator
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm_unchecked
-from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.linear import linear_silu_mul_unchecked, linear_unchecked
-from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store_unchecked
+from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store_unchecked
 from hf_paged.kernels.lora import _lora_tile
 from hf_paged.kernels.lora import lora_expand as expand_module
 from hf_paged.kernels.lora import lora_qk_norm_rope_store as rope_module
@@ -294,12 +293,12 @@ def workload_rows(size: str, name: str, kinds: list[str], runs: int) -> Iterator
             options["adapter_names"] = [f"a{i % NUM_MIXED}" for i in range(len(workload.prompts))]
         with PagedGenerator(model, enable_prefix_caching=False) as generator:
             seconds = []
-            for _ in range(runs + 1):
+            for _ in range(3 + runs):
                 start = time.perf_counter()
                 generator.generate(workload.prompts, generation_configs(workload), use_tqdm=False, **options)
                 seconds.append(time.perf_counter() - start)
             graphs = generator.engine.stats().num_graphs_captured
-        rate = workload.output_tokens / min(seconds[1:])
+        rate = workload.output_tokens / min(seconds[3:])
         base = rate if kind == "base" else base
         yield {"model": size, "workload": name, "kind": kind, "tok_s": rate, "first_s": seconds[0],
                "of_base": rate / base if base else None, "graphs": graphs}
@@ -322,7 +321,7 @@ def main() -> None:
     whole.add_argument("--model", default="0.6B")
     whole.add_argument("--workload", default="nano")
     whole.add_argument("--kinds", nargs="+", default=["base", "fp32", "bf16", "fp32 mixed"])
-    whole.add_argument("--runs", type=int, default=2, help="behind one to warm up; the fastest counts")
+    whole.add_argument("--runs", type=int, default=2, help="behind three to warm up; the fastest counts")
     for command in (of_layers, whole):
         command.add_argument("--out", type=Path)
     args = parser.parse_args()

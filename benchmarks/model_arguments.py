@@ -1,4 +1,4 @@
-"""The model of a benchmark, from its command line: random weights on one GPU, or a checkpoint over several."""
+"""Make the model of a benchmark from its command line: random weights on one GPU, or a checkpoint over several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What options cost on a GPU: edited logits on the nano workload, and lockstep against stock generate.
+"""Measure what options cost on a GPU: edited logits on the nano workload, and lockstep against stock generate.
 
     python benchmarks/options_speed.py [--model 0.6B] [--runs 3] [--scale 1.0] [--device cuda] [--out f.json]
 

@@ -1,4 +1,4 @@
-"""Tries configurations of the prefill kernels on a GPU: error, TFLOP/s and times FlashAttention-2, per shape.
+"""Try configurations of the prefill kernels on a GPU: error, TFLOP/s and times FlashAttention-2, per shape.
 
     python benchmarks/prefill_tuning.py [--seconds 140] [--shapes 2x8192,nano]
 

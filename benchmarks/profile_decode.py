@@ -1,4 +1,4 @@
-"""Where a steady decode step goes: wall, GPU-busy and host time per step, and the kernels that fill it.
+"""Profile a steady decode step: wall, GPU-busy and host time per step, and the kernels that fill it.
 
     python benchmarks/profile_decode.py [--model 0.6B] [--batch 256] [--length 600] [--steps 60] [--out f.txt]
     python benchmarks/profile_decode.py --checkpoint /dev/shm/qwen3-8B --size 2      # rank 0's part of it
@@ -17,7 +17,7 @@ from model_arguments import add_model_arguments, open_generator
 from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig
 
-from hf_paged.integration.requests import Call, wanted
+from hf_paged.integration.requests import Call, runnable
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
         prompts = torch.randint(0, 10000, (args.batch, args.length)).tolist()
         engine = generator.engine
         with engine.session() as session:
-            engine.add_all(session, wanted(generator._maker.make(Call.of(prompts, config, seed=0))))
+            engine.add_all(session, runnable(generator._reader.read(Call.of(prompts, config, seed=0))))
             while engine.stats().num_generated_tokens < args.batch:
                 engine.advance([session])[0]
             for _ in range(args.steps):  # the rest of the prompts, and what is compiled or captured

@@ -1,4 +1,4 @@
-"""What the peers reach on one H200, output tokens per second by (workload, model)."""
+"""Figures of the peers on one H200: output tokens per second by (workload, model)."""
 
 from __future__ import annotations
 

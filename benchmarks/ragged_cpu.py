@@ -1,11 +1,11 @@
-"""Stock generate, transformers' generate_batch and hf_paged on 32 ragged requests, in one run on this CPU.
+"""Compare stock generate, transformers' generate_batch and hf_paged on 32 ragged requests, in one run on a CPU.
 
     python benchmarks/ragged_cpu.py [--rounds 3] [--out results.json]
 
 A random Qwen3 of about 50 M parameters in fp32; prompts of 16 to 256 tokens, outputs of 16 to 128, greedy, EOS unset.
 Stock runs one left-padded batch; it and generate_batch know one output length a call, so both run to the longest, and
-only the tokens asked for count. Figures of a shared
-machine are noisy: the three run in turn, round by round, and the ratios are of medians.
+only the wanted tokens count. Figures of a shared machine are noisy: the three run in turn, round by round, and the
+ratios are of medians.
 """
 
 from __future__ import annotations

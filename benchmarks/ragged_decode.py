@@ -1,4 +1,4 @@
-"""Decode attention on the ragged lengths that nano really has, by plan and tile shape.
+"""Time decode attention on the ragged lengths of the nano workload, by plan and tile shape.
 
     python benchmarks/ragged_decode.py [--heads 16] [--batches 8 32 64 128 192 256]
 

@@ -1,4 +1,4 @@
-"""A checkpoint of published Qwen3 shapes with random weights, written shard by shard: speed does not depend on weights.
+"""Write a checkpoint of published Qwen3 shapes with random weights, shard by shard.
 
     python benchmarks/random_checkpoint.py 32B /dev/shm/qwen3-32B
 """

@@ -1,4 +1,4 @@
-"""docs/performance.md and its picture, from the JSON of one visit to one machine.
+"""Make docs/performance.md and its picture from the JSON of one visit to one machine.
 
     python benchmarks/report.py RUN/figures.json [MORE.json ...]     # keeps these as the visit, then writes the page
     python benchmarks/report.py [--check]                            # the page of the visit that is kept
@@ -36,6 +36,7 @@ WORKLOADS = {
     "shared-decode-16k": "the same behind 16,384 shared tokens",
     "rollouts": "32 prompts of 512 tokens with 16 samples of 512 tokens each",
     "rollouts-2k": "the same with prompts of 2,048 tokens",
+    "short": "2,048 requests of 16 to 128 prompt and 8 to 48 output tokens",
     "group": "16 samples of one prompt of 2,048 tokens",
     "long": "one greedy request of 131,072 prompt and 128 output tokens",
 }

@@ -1,4 +1,4 @@
-"""Tokens per second on a GPU of decoding with what requests may ask for besides, in turn with the plain call.
+"""Time decoding with options that requests may add, in turn with the plain call, on a GPU.
 
     python benchmarks/request_options_speed.py [--model 0.6B] [--scale 0.25] [--runs 2] [--device cuda] [--out f.json]
 

@@ -1,17 +1,18 @@
-"""Every workload on every engine: one table, figures.json and figures.png.
+"""Run every workload on every engine, and write one table, figures.json and figures.png.
 
     python benchmarks/run_all.py [--workloads nano single ...] [--models 0.6B 4B 8B] [--batches 1 8 64 512 1024]
                                  [--engines ours stock generate_batch vllm nano-vllm] [--ab overlap ... | --ab all]
                                  [--autocast]
-                                 [--runs 3] [--warmup 1] [--budget 60] [--limit 300] [--out DIR]
+                                 [--runs 3] [--warmup 3] [--budget 60] [--limit 300] [--out DIR]
     python benchmarks/run_all.py --plot-from DIR/figures.json      # draw where matplotlib is, measure elsewhere
     python benchmarks/report.py DIR/figures.json                   # make docs/performance.md of it
     python benchmarks/run_all.py --models tiny --device cpu --scale 0.02 --batches 4     # does it run? minutes: none
 
-A row is the median of `--runs` after `--warmup` runs in one process; `--budget` seconds a row trim them for slow
-engines. What the last of these has compiled in the background is waited for, and one more run takes it. "ready" is from
-the model in memory (vLLM, nano-vllm: from their start) to the first token, given where an engine was started for a row;
-"first run" is the rate of the row's very first run. "of floor": see floors.py.
+A row is the median of `--runs` after `--warmup` runs in one process (behind three, steps that come once a run have
+their graphs); `--budget` seconds a row trim them for slow engines. Kernels that the last warm-up compiled in the
+background are waited for, and used by one more run. "ready" is from the model in memory (vLLM, nano-vllm: from their
+start) to the first token, where an engine was started for a row; "first run" is the rate of the row's very first run.
+"of floor": see floors.py.
 `--ab` repeats our rows with one technique off (techniques.py lists them), `--autocast` ours and stock's with fp32
 weights under bf16 autocast. What compiling kernels side by side brings is seen in processes of their own
 (first_token.py --one-by-one), and what guesses bring where text repeats (speculation_speed.py).
@@ -185,7 +186,7 @@ def main() -> None:
     parser.add_argument("--ab", nargs="+", choices=["all", *switches()], default=[], help="our rows, too, with one off")
     parser.add_argument("--autocast", action="store_true", help="also fp32 weights under bf16 autocast")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of runs a row")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds a row may take in all")
     parser.add_argument("--scale", type=float, default=1.0, help="below 1: fewer and shorter requests")

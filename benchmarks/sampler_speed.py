@@ -1,4 +1,4 @@
-"""Microseconds of `sample_tokens` on a GPU, by CUDA-graph replay, against the time a read of the logits takes.
+"""Time `sample_tokens` on a GPU, by CUDA-graph replay, against the time that a read of the logits takes.
 
     python benchmarks/sampler_speed.py [--out sampler.json] [--vocab 151936] [--quick]
 

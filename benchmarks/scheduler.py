@@ -1,9 +1,9 @@
-"""Host cost of a decode step: schedule() + commit() with every sequence running and nobody to admit.
+"""Time a decode step of the scheduler: schedule() + commit() with every sequence running and none to admit.
 
     python benchmarks/scheduler.py [--steps 400] [--block-size 16]
 
-Prompt lengths differ, so that block boundaries are spread over the steps as in real life; the tokens come from a
-random generator in place of a GPU. `overlap` schedules a step before the one before it is committed. What the sequences
+Prompt lengths differ, so that block boundaries are spread over the steps; the tokens come from a random generator in
+place of a GPU. `overlap` schedules a step before the one before it is committed. What the sequences
 share: nothing; the prompt of 8 samples; besides, a system prompt of 512 tokens over the prompts of all. In `turnover`
 steps a sequence of these ends and another comes in each step (a prompt of that length costs what it costs to hash: the
 same without sharing is shown), so that groups are made anew in each.

@@ -1,8 +1,8 @@
-"""How long many requests at once take the server, with stop texts and without.
+"""Time many requests at once to the server, with stop texts and without.
 
     python benchmarks/serve_speed.py [--model PATH] [--device cuda] [--dtype bfloat16] [--requests 64] [--tokens 128]
 
-The server runs in this process, as ``python -m hf_paged.serve MODEL --continuous-batching`` would, and a thread for
+The server runs in this process, as ``python -m hf_paged.serve MODEL`` would, and a thread for
 each request waits for its answer. Every answer has as many tokens as were asked for: no stop text occurs. Stop texts
 are new in every round, so that what the first request of a text costs counts. The kinds take turns; a line for each:
 the median of the rounds, its ratio to the requests without stop texts, and the same of the process' CPU time, which
@@ -15,7 +15,6 @@ import argparse
 import http.client
 import json
 import logging
-import socket
 import statistics
 import sys
 import time
@@ -23,45 +22,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import hf_paged
-from hf_paged.server.server import install_serving
+from local_server import LocalServer
 
 TRAINED = Path(__file__).resolve().parent.parent / "examples/models/tiny-qwen3"
 LIMIT = 1.2
 KINDS = ("none", "one stop text", "four of each request's own")
 
 
-class LocalServer:
-    """transformers' server over hf_paged, on a free port of this machine."""
-
-    def __init__(self, model: str, device: str, dtype: str) -> None:
-        from transformers.cli.serve import Serve
-
-        hf_paged.install()
-        install_serving()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
-        self._serve = Serve(force_model=model, continuous_batching=True, device=device, dtype=dtype, host="127.0.0.1",
-                            port=self._port, non_blocking=True, log_level="error")
-        while not self._serve.server.started:
-            time.sleep(0.02)
-
-    def ask(self, body: dict[str, Any]) -> int:
-        """The number of tokens of an answer, whole or streamed; RuntimeError: it is none."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
-        connection.request("POST", "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        reply = connection.getresponse()
-        said = reply.read().decode()
-        connection.close()
-        if reply.status != 200:
-            raise RuntimeError(f"status {reply.status}: {said}")
-        last = said.strip().rpartition("data: ")[2]
-        return json.loads(last)["usage"]["completion_tokens"]
-
-    def close(self) -> None:
-        self._serve.kill_server()
-        hf_paged.uninstall()
+def ask(server: LocalServer, body: dict[str, Any]) -> int:
+    """The number of tokens of an answer, whole or streamed; RuntimeError: it is none."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
+    connection.request("POST", "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    reply = connection.getresponse()
+    said = reply.read().decode()
+    connection.close()
+    if reply.status != 200:
+        raise RuntimeError(f"status {reply.status}: {said}")
+    last = said.strip().removesuffix("data: [DONE]").strip().rpartition("data: ")[2]
+    return json.loads(last)["usage"]["completion_tokens"]
 
 
 def stops(kind: str, request: int, number: int) -> dict[str, Any]:
@@ -80,7 +58,7 @@ def seconds(server: LocalServer, kind: str, number: int, arguments: argparse.Nam
               for i in range(arguments.requests)]
     with ThreadPoolExecutor(arguments.requests) as pool:
         started, cpu = time.perf_counter(), time.process_time()
-        made = list(pool.map(server.ask, bodies))
+        made = list(pool.map(lambda body: ask(server, body), bodies))
         taken = time.perf_counter() - started, time.process_time() - cpu
     if wrong := [count for count in made if count != arguments.tokens]:
         raise RuntimeError(f"answers of {wrong} tokens: expected {arguments.tokens}")

@@ -1,4 +1,4 @@
-"""Seconds to renew the copies of a model's linear weights that calls under autocast compute with.
+"""Time the renewal of the copies of weights that calls under autocast compute with.
 
     python benchmarks/shadow_speed.py [--models 0.6B 8B] [--dtype float32] [--device cuda] [--out f.json]
 

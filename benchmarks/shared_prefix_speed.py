@@ -1,4 +1,4 @@
-"""Attention of rows that share prefixes: read once for several rows, against row by row, and against the card.
+"""Time attention of rows that share prefixes: read once for several rows, row by row, and against the card.
 
     python benchmarks/shared_prefix_speed.py [--prompts] [--out shared_prefix.json] [--sweep [--seconds 60]]
         [--compile 8]
@@ -27,27 +27,25 @@ import numpy as np
 import torch
 from kernel_speed import BLOCK_SIZE, HEAD_DIM, KV_HEADS, L2_BYTES, ceilings, graph_time
 
-from hf_paged.attention import plan_groups as grouped_work
+from hf_paged.attention import plan_decode as grouped_work
 from hf_paged.attention import plan_prompts as prompt_work
 from hf_paged.attention.choose_groups import Kernel, choose_groups, group_kernel_of
-from hf_paged.attention.plan_decode import plan_items
-from hf_paged.attention.plan_groups import plan_groups
+from hf_paged.attention.plan_decode import plan_groups, plan_items
 from hf_paged.attention.plan_prompts import PromptPlan, Prompts, plan_prompts, prompt_kernel_of
-from hf_paged.attention.spec import AttentionSpec
 from hf_paged.device.cuda import num_multiprocessors
 from hf_paged.kernels.attention.decode import config_of, cta_slots_of, paged_attention_decode
-from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
-from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
+from hf_paged.kernels.attention.grouped import paged_attention_grouped, paged_attention_grouped_prefill
 from hf_paged.kernels.attention.prefill import FULL_TILE, paged_attention_prefill
 from hf_paged.kernels.attention.types import (
     AttentionOptions,
+    AttentionSpec,
     DecodeWork,
     GroupedConfig,
     GroupedWork,
     PagedMetadata,
     PromptWork,
 )
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 
 class Shape(NamedTuple):

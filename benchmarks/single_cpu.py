@@ -1,4 +1,4 @@
-"""One row at a time on a CPU: a greedy `model.generate` of 64 new tokens, hf_paged's time over stock's.
+"""Compare a greedy `model.generate` of 64 new tokens with stock's on a CPU, one row at a time.
 
     python benchmarks/single_cpu.py [--models tiny 26M 0.6B] [--prompts 16 256] [--pairs 20] [--threads 1] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""Hours of everything at once, in short: every kind of call over threads, each compared with stock's result.
+"""Run every kind of call over threads, for a while, and compare each with stock's result.
 
     python benchmarks/soak.py [--seconds 180] [--calls 0] [--device cuda] [--threads 3] [--no-server]
 
@@ -6,11 +6,11 @@ Rounds of shuffled calls run in a pool of threads; after each round nothing runs
 counted. Stock's results come from deep copies, before anything is enabled. Exits with 1 on a breach:
 
 * a wrong result, or an exception that stock does not raise;
-* a block that is taken, or a request that is open, while nobody calls;
+* a block that is taken, or a request that is open, while no call runs;
 * growth after the warm-up, which is the first half of the rounds: of the medians over the third and the last quarter,
   the process' memory by more than 2 % and 24 MiB, Python's objects by more than 1 % and 2,000, the device's memory by
   more than 1 MiB (from 12 rounds on);
-* a CUDA graph of the model that nobody changes dropped after the warm-up.
+* a CUDA graph dropped after the warm-up, of the model that stays unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import copy
 import gc
 import json
 import random
-import socket
 import statistics
 import sys
 import threading
@@ -278,13 +277,11 @@ class Soak:
 
 
 class Server:
-    """transformers' server over the engine, in this process, with the trained tiny model."""
+    """The server in this process, with the trained tiny model."""
 
     def __init__(self, device: str) -> None:
+        from local_server import LocalServer
         from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.cli.serve import Serve
-
-        from hf_paged.server.server import install_serving
 
         stock = AutoModelForCausalLM.from_pretrained(TRAINED, dtype=torch.float32).to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(TRAINED)
@@ -297,16 +294,8 @@ class Server:
             output = stock.generate(**inputs, max_new_tokens=16, do_sample=False)
             new_tokens = output[0, inputs["input_ids"].shape[1] :]
             self.questions.append((chat, tokenizer.decode(new_tokens, skip_special_tokens=True)))
-        hf_paged.install()
-        install_serving()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._serve = Serve(force_model=str(TRAINED), continuous_batching=True, device=device, dtype="float32",
-                            host="127.0.0.1", port=port, non_blocking=True)
-        self.url = f"http://127.0.0.1:{port}/v1/chat/completions"
-        while not self._serve.server.started:
-            time.sleep(0.02)
+        self._server = LocalServer(str(TRAINED), device, "float32")
+        self.url = f"http://127.0.0.1:{self._server.port}/v1/chat/completions"
 
     def ask(self, rng: random.Random) -> None:
         chat, expected = rng.choice(self.questions)
@@ -316,8 +305,7 @@ class Server:
             same(json.load(reply)["choices"][0]["message"]["content"], expected)
 
     def close(self) -> None:
-        self._serve.kill_server()
-        hf_paged.uninstall()
+        self._server.close()
 
 
 def same(actual: Any, expected: Any) -> None:

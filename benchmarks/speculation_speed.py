@@ -1,4 +1,4 @@
-"""What guessing at tokens that stood before brings, and what it costs where nothing repeats.
+"""Measure what guesses at tokens that stood before bring, and what they cost where nothing repeats.
 
     python benchmarks/speculation_speed.py [--models 0.6B 8B] [--batches 1 8 32] [--tokens 256] [--runs 3]
 

@@ -1,4 +1,4 @@
-"""What structured output costs: rows under a JSON schema against rows without, and rows without one beside such rows.
+"""Measure what structured output costs: rows under a JSON schema, rows without, and rows beside such rows.
 
     python benchmarks/structured_speed.py [--models 0.6B 8B] [--rows 64] [--tokens 256] [--runs 3] [--device cuda]
 
@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from workloads import qwen3
 
 from hf_paged import PagedGenerator
-from hf_paged.engine.mask_maker import MaskMaker
+from hf_paged.engine.structured.mask_maker import MaskMaker
 
 ITEM = {
     "type": "object", "required": ["name", "age", "tags", "address"],

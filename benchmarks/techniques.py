@@ -1,7 +1,7 @@
-"""What `run_all.py --ab` switches off, one technique at a time.
+"""Techniques that `run_all.py --ab` switches off, one at a time.
 
-Most techniques have a field of `PagedConfig`. Those that nobody has a reason to switch off but to measure them have
-none: a row without one names it under `WITHOUT`, and functions of the package are replaced while its engine lives.
+Most techniques have a field of `PagedConfig`. A technique that is switched off for measuring alone has none: a row
+without it names it under `WITHOUT`, and functions of the package are replaced while the engine of the row lives.
 """
 
 from __future__ import annotations
@@ -51,5 +51,5 @@ _REPLACED: dict[str, list[tuple[str, Callable[..., Any]]]] = {
     # (a norm; behind q, k and v that of head norms and RoPE).
     "joined_norms": [("hf_paged.models.fused.makes_parts", lambda _: False)],
     # Full garbage collections look through the heap of torch and transformers while requests run.
-    "frozen_heap": [("hf_paged.engine.frozen_heap.FrozenHeap._freeze", lambda _: None)],
+    "frozen_heap": [("hf_paged.engine.engine_registry.is_left_to_program", lambda: True)],
 }

@@ -1,7 +1,7 @@
-"""One model over several GPUs: seconds to ready from a local checkpoint, tokens per second of the workloads.
+"""Time one model over several GPUs: seconds to ready from a checkpoint, tokens per second of the workloads.
 
     python benchmarks/tensor_parallel.py --model 8B --size 2 [--workloads nano single] [--folder /dev/shm/qwen3-8B]
-                                         [--runs 1] [--warmup 1] [--options '{"top_k": 50}'] [--out figures.json]
+                                         [--runs 1] [--warmup 3] [--options '{"top_k": 50}'] [--out figures.json]
                                          [field=value of PagedConfig ...]
 
 The checkpoint has random weights and is made where it is not there yet. "ready" is from the call of `from_pretrained`
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=["nano", "single"])
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--options", type=json.loads, default={}, help="of generate, over the workloads' own; JSON")
     parser.add_argument("--out", type=Path)

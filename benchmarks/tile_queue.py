@@ -1,4 +1,4 @@
-"""Attention of prompts on Hopper, their tiles dealt to programs and taken from a queue: microseconds and TFLOP/s.
+"""Time attention of prompts on Hopper with tiles dealt to programs and with tiles from a queue.
 
     PYTHONPATH=.[:<folder with flash_attn_interface>] python benchmarks/tile_queue.py
 
@@ -20,8 +20,7 @@ from prefill_tuning import make_inputs
 
 from hf_paged.attention import flash_attn_backend as flash_backend
 from hf_paged.attention.registry import BACKENDS
-from hf_paged.attention.spec import AttentionSpec
-from hf_paged.kernels.attention.types import TileQueue
+from hf_paged.kernels.attention.types import AttentionSpec, TileQueue
 from hf_paged.kernels.hopper import prefill_support
 
 # New tokens and all tokens of each row, query heads.

@@ -1,4 +1,4 @@
-"""Where the seconds of a workload go: before the first step, steps with prompts in them, decode steps by batch size.
+"""Show where the seconds of a workload go: before the first step, steps with prompts, decode steps by batch size.
 
     python benchmarks/timeline.py [--workload nano] [--model 0.6B] [--kernels 20]
     python benchmarks/timeline.py --checkpoint /dev/shm/qwen3-8B --size 2      # rank 0's part of it

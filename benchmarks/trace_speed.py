@@ -1,4 +1,4 @@
-"""What `hf_paged.trace` costs, and how much of a run it finds the GPU at work.
+"""Measure what `hf_paged.trace` costs, and in how much of a run it finds the GPU at work.
 
     python benchmarks/trace_speed.py [--model 0.6B] [--workload nano] [--scale 1] [--runs 3] [--out trace.json]
 

@@ -1,4 +1,4 @@
-"""What updates of the weights under running requests cost on a GPU, and log-probabilities of either kind.
+"""Measure what updates of weights under running requests, and log-probabilities, cost on a GPU.
 
     python benchmarks/update_speed.py [--model 0.6B] [--scale 0.5] [--every 0.3] [--out f.json]
 
@@ -24,7 +24,7 @@ from transformers import GenerationConfig
 from workloads import make_workload, qwen3
 
 from hf_paged import PagedGenerator
-from hf_paged.sampling.token_log_probs import token_log_probs
+from hf_paged.sampling.log_probs import token_log_probs
 
 
 def run(generator: PagedGenerator, workload: Any, every: float | None = None, empty: bool = False,

@@ -1,4 +1,4 @@
-"""The workloads that engines are compared on, with exactly the draws of the figures published for the peers."""
+"""Workloads that engines are compared on, with exactly the draws of the figures published for the peers."""
 
 from __future__ import annotations
 
@@ -59,6 +59,13 @@ def long_prompts(requests: int, shortest: int, longest: int) -> Workload:
     return Workload([_tokens(random.randint(shortest, longest)) for _ in range(requests)], [64] * requests, 0.6)
 
 
+def short(requests: int = 2048) -> Workload:
+    """Requests of 16 to 128 prompt and 8 to 48 output tokens, temperature 0.6."""
+    random.seed(5)
+    prompts = [_tokens(random.randint(16, 128)) for _ in range(requests)]
+    return Workload(prompts, [random.randint(8, 48) for _ in prompts], 0.6)
+
+
 def with_prefix(shared: int, own: int, output: int, *, warm: bool = False, requests: int = 256) -> Workload:
     """Requests of ``shared`` common and ``own`` own prompt tokens."""
     random.seed(0)
@@ -85,6 +92,7 @@ def _tokens(count: int) -> list[int]:
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "nano": nano,
     "single": single,
+    "short": short,
     "warm-prefix": partial(with_prefix, 2048, 64, 64, warm=True),
     "no-prefix": partial(with_prefix, 0, 2112, 64),
     "prompts-7k": partial(long_prompts, 64, 2_000, 7_000),

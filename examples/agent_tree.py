@@ -1,4 +1,4 @@
-"""A tree of conversations, as agents that try several ways grow it: branches share the cache of what they begin with.
+"""Grow a tree of conversations, as agents that try several ways do: branches share the cache of their common start.
 
     python examples/agent_tree.py
 

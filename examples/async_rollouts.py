@@ -1,4 +1,4 @@
-"""Rollouts and training at the same time: a thread updates the weights while requests run on the same model object.
+"""Train while rollouts run: a thread updates the weights of the model object that generates.
 
     python examples/async_rollouts.py
 

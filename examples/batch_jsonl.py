@@ -1,4 +1,4 @@
-"""Answers to a file of prompts, a line each, written as they come; a run that was stopped goes on where it was.
+"""Answer a file of prompts, a line each, written as they come; a run that was stopped continues where it was.
 
     python examples/batch_jsonl.py [prompts.jsonl] [answers.jsonl] [--model PATH] [--max-new-tokens 24]
 

@@ -1,10 +1,10 @@
-"""A chat server and clients of it: OpenAI's own package against `hf_paged.serve`, in one batch.
+"""Start a chat server and clients of it: OpenAI's own package against `hf_paged.serve`, in one batch.
 
     python examples/chat_server.py                                    # starts the server with a tiny model, on a CPU
     python examples/chat_server.py --url http://127.0.0.1:8000/v1     # clients of a server that runs already
 
-One chat is streamed, then several are asked at once, and one client leaves before its answer is done. What the server
-did is then read off its `/metrics`. See docs/server.md and docs/metrics.md.
+One chat is streamed, then several run at once, and one client leaves before its answer is done. `/metrics` then shows
+what the server did. See docs/server.md and docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def running_server(model: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = subprocess.Popen([sys.executable, "-m", "hf_paged.serve", model, "--continuous-batching", "--host",
+    server = subprocess.Popen([sys.executable, "-m", "hf_paged.serve", model, "--host",
                                "127.0.0.1", "--port", str(port), "--log-level", "warning"])
     try:
         for _ in range(600):

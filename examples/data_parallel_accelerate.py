@@ -1,4 +1,4 @@
-"""A list of prompts over several processes, each with the whole model on a device of its own.
+"""Complete a list of prompts over several processes, each with the whole model on a device of its own.
 
     python examples/data_parallel_accelerate.py                                            # one process
     accelerate launch --num_processes 8 examples/data_parallel_accelerate.py --prompts in.jsonl --output out.jsonl

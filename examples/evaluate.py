@@ -1,4 +1,4 @@
-"""An evaluation of one's own in a page: answers compared with the right ones, and choices by their likelihood.
+"""Evaluate a model on questions of one's own: answers compared with the right ones, and choices by likelihood.
 
     python examples/evaluate.py
 

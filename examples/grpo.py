@@ -1,11 +1,11 @@
-"""GRPO with TRL, its rollouts on the paged engine: a program of TRL's and one line more. Learns on a CPU in a minute.
+"""Train with TRL's GRPO, rollouts on the paged engine: a program of TRL's and one line more. A minute on a CPU.
 
     python examples/grpo.py                                # fp32 weights under bf16 autocast, as TRL trains by default
     python examples/grpo.py --lora                         # adapters alone are trained
     torchrun --nproc_per_node 2 examples/grpo.py --fsdp2   # weights sharded over two processes, without a GPU, too
 
-Asked for an animal the tiny model rambles; the reward is for an animal and nothing else. The last lines are the rewards
-and the paths that the rollouts took.
+The prompt wants an animal, and the tiny model rambles; the reward is for an animal and nothing else. The last lines are
+the rewards and the paths that the rollouts took.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several LoRA adapters over one model, each prompt with its own. Runs on a CPU in seconds; needs `peft`.
+"""Run several LoRA adapters over one model, each prompt with its own. Seconds on a CPU; needs `peft`.
 
     python examples/lora_adapters.py
 """
@@ -55,7 +55,7 @@ def main() -> None:
     print(f"same tokens as stock generate: {torch.equal(stock, paged)}\n")
     hf_paged.disable(wrapped)
 
-    # The same question under each adapter, twice: an adapter finds its own cached prefix, and nobody else's.
+    # The same question under each adapter, twice: an adapter finds its own cached prefix alone.
     with PagedGenerator(wrapped, tokenizer) as generator:
         for _ in range(2):
             made = generator.generate([questions[0]] * 3, adapter_names=names, max_new_tokens=16, use_tqdm=False)

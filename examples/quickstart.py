@@ -1,4 +1,4 @@
-"""A model on the paged engine, checked against stock generate and timed beside it. Runs on a CPU in seconds.
+"""Run a model on the paged engine, checked against stock generate and timed beside it. Seconds on a CPU.
 
     python examples/quickstart.py
 

@@ -1,4 +1,4 @@
-"""A file or directory of prompts, Parquet or JSON lines, through Ray Data actors; run it again and it goes on.
+"""Complete a file or directory of prompts, Parquet or JSON lines, through Ray Data actors; a second run continues.
 
     python examples/ray_batch.py --output /tmp/completions                       # the tiny model, one actor, on a CPU
     python examples/ray_batch.py --input prompts.parquet --output out --model Qwen/Qwen3-32B \\

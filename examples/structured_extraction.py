@@ -1,4 +1,4 @@
-"""Facts out of text as JSON of a schema, beside free text. Runs on a CPU in seconds; needs `hf-paged[structured]`.
+"""Extract facts from text as JSON of a schema, beside free text. Seconds on a CPU; needs `hf-paged[structured]`.
 
     python examples/structured_extraction.py
 """

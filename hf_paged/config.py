@@ -13,6 +13,7 @@ from hf_paged.vllm_names import LOADING, unknown_names
 ATTENTION_BACKENDS = ("auto", "triton", "hopper", "flash_attn", "torch")
 ALL_REDUCES = ("auto", "nccl", "peers")
 ON_WEIGHT_CHANGE = ("recompute", "keep")
+WARMUPS = (True, False, "full")
 # Arguments of `PagedGenerator.from_pretrained` that are no fields of PagedConfig: they say how a model is loaded.
 OF_LOADING = ("tensor_parallel_size", "dtype", "device", "device_map", "tokenizer", "trust_remote_code", "revision",
               "token", "cache_dir", "attn_implementation", "quantization_config")
@@ -79,6 +80,9 @@ class PagedConfig:
             own; waiting for such a process does not count. A form that takes longer is refused.
         structured_max_bytes: size of a form's text, UTF-8 (a schema as JSON, a list of choices as JSON). A larger one
             is refused.
+        warmup: what an engine does on a GPU before its first request. False: nothing. True: load the kernels that
+            earlier processes of this model and config needed. "full": also compile the kernels of steps of all sizes
+            and of options that clients of an OpenAI API send, and capture the graphs of decode steps.
         overlap: schedule step n + 1 while step n runs. None: True on CUDA, False on a CPU (where it gains nothing).
 
     Raises:
@@ -107,6 +111,7 @@ class PagedConfig:
     speculation: bool = True
     structured_max_seconds: float = 10.0
     structured_max_bytes: int = 1 << 18
+    warmup: bool | str = True
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -139,6 +144,7 @@ class PagedConfig:
             seconds = getattr(self, name)
             if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0.0 < seconds < float("inf"):
                 raise ValueError(f"{name}={seconds!r}: expected a positive number of seconds")
+        _require_one_of(self, "warmup", WARMUPS)
         _require_one_of(self, "overlap", (None, True, False))
 
 

@@ -22,20 +22,26 @@ from hf_paged.engine.follower import load_on_ranks
 from hf_paged.engine.session import Session
 from hf_paged.errors import EngineClosedError
 from hf_paged.integration import paths
-from hf_paged.integration.adapter_rows import each_under
+from hf_paged.integration.adapters import each_under
 from hf_paged.integration.async_calls import AsyncCalls
-from hf_paged.integration.best_of import best_outputs
-from hf_paged.integration.call_context import call_salt, call_seed
 from hf_paged.integration.enable import disable, enable_with_engine, get_engine, is_enabled, merged_config, unwrap
-from hf_paged.integration.pretrained import check_checkpoint, load_whole, split_arguments
-from hf_paged.integration.pretrained import tokenizer_of as _tokenizer_of
-from hf_paged.integration.progress import Progress
-from hf_paged.integration.requests import Call, PlannedCompletion, RequestMaker, numbered, one_per_prompt, wanted
+from hf_paged.integration.paths import CALL_SALT, CALL_SEED, within
+from hf_paged.integration.pretrained import check_checkpoint, load_whole, split_arguments, tokenizer_of
+from hf_paged.integration.requests import (
+    Call,
+    CallReader,
+    best_outputs,
+    numbered,
+    one_per_prompt,
+    runnable,
+)
+from hf_paged.observe.progress import Progress
 from hf_paged.observe.registry import metrics_of
 from hf_paged.options.arguments import base_seed, merge_config, salt_digest
 from hf_paged.options.keywords import CallKeywords, GenerateKeywords, StreamKeywords, with_keywords
 from hf_paged.options.prompts import check_tokenizer
-from hf_paged.outputs import Completion, StepOutput
+from hf_paged.options.request_spec import RequestSpec
+from hf_paged.outputs import Completion, StepOutput, WarmUpReport
 from hf_paged.parallel.launch import Workers
 from hf_paged.vllm_names import unknown_method
 
@@ -73,8 +79,8 @@ class PagedGenerator:
         self.engine: Engine = enable_with_engine(
             self._causal_lm, merged_config(config, overrides), tokenizer=tokenizer, owns_device=True
         )
-        self._maker = RequestMaker(self.engine, self._causal_lm)
-        self._async_calls = AsyncCalls(self.engine, self._maker)
+        self._reader = CallReader(self.engine, self._causal_lm)
+        self._async_calls = AsyncCalls(self.engine, self._reader)
         self._workers: list[Workers] = []
         self._close = weakref.finalize(self, _end, weakref.ref(self._causal_lm), self.engine, self._workers,
                                        self._async_calls.thread, os.getpid())
@@ -117,11 +123,11 @@ class PagedGenerator:
         settings = merged_config(config, overrides)
         check_checkpoint(path_or_id, loading)
         if tensor_parallel_size == 1:
-            tokenizer = _tokenizer_of(path_or_id, loading) if tokenizer is None else tokenizer
+            tokenizer = tokenizer_of(path_or_id, loading) if tokenizer is None else tokenizer
             return cls(load_whole(path_or_id, loading), tokenizer, settings)
         with load_on_ranks(path_or_id, tensor_parallel_size, loading.dtype, loading.device, settings,
                            loading.of_ranks(tensor_parallel_size)) as (model, workers):
-            tokenizer = _tokenizer_of(path_or_id, loading) if tokenizer is None else tokenizer
+            tokenizer = tokenizer_of(path_or_id, loading) if tokenizer is None else tokenizer
         try:
             with nullcontext() if workers is None else workers.step():  # ranks build their engines together
                 generator = cls(model, tokenizer, settings)
@@ -183,11 +189,11 @@ class PagedGenerator:
         call = Call.of(prompts, generation_config, **keywords)
         if "input_ids" in call.keywords or isinstance(prompts, torch.Tensor):
             call.check_for_tensors(self.engine.num_logits)
-            with call_salt(salt_digest(call.cache_salt)):
+            with within(CALL_SALT, salt_digest(call.cache_salt)):
                 made = self._generate_tensor(call)
             return None if self._only_follows else made
         with Progress(self.engine, False if self._only_follows else use_tqdm) as progress:
-            return self._complete(call, self._maker.make(call), progress)
+            return self._complete(call, self._reader.read(call), progress)
 
     @property
     def _only_follows(self) -> bool:
@@ -205,12 +211,12 @@ class PagedGenerator:
         """
         call = Call.of(prompts, generation_config, **keywords)
         call.check_for_stream()
-        asked = self._maker.make(call)
+        planned = self._reader.read(call)
 
         def outputs() -> Iterator[tuple[int, StepOutput]]:
             self.engine.check_runnable()
             with paths.counting(self.engine) as counted, self.engine.session(stream=True) as session:
-                for index, output in chain.from_iterable(self._drive(session, call, asked)):
+                for index, output in chain.from_iterable(self._drive(session, call, planned)):
                     if not self._only_follows:
                         counted.num_tokens += len(output.new_token_ids)
                         yield index, output
@@ -261,19 +267,18 @@ class PagedGenerator:
                 found = True
         return found
 
+    def warm_up(self, prompts: Any = None, generation_config: Any = None,
+                **keywords: Unpack[GenerateKeywords]) -> WarmUpReport:
+        """Make the generator ready, as `Engine.warm_up` does; a call of `generate` is the example."""
+        call = partial(self.generate, prompts, generation_config, use_tqdm=False, **keywords)
+        return self.engine.warm_up_by((lambda: None) if prompts is None else call)
+
     # -- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], *,
                      partial: bool = False) -> None:
-        """Write new values into the model's weights, on all its ranks and also while requests run.
-
-        See `Engine.load_weights`.
-
-        Args:
-            weights: a dict, or an iterable of pairs of a name and a whole tensor; names as in the unsharded model's
-                `state_dict`.
-            partial: some of the model's tensors may be missing, and keep their values.
-        """
+        """Write new values into the model's weights, on all its ranks and also while requests run; see
+        `Engine.load_weights`."""
         self.engine.load_weights(weights, partial=partial)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -282,15 +287,8 @@ class PagedGenerator:
         return self.engine.named_weights()
 
     def load_adapter(self, name: str, adapter: Any, config: Any = None) -> None:
-        """Add a LoRA adapter to the model, on all its ranks, which prompts may name by ``adapter_names``.
-
-        See `Engine.load_adapter`.
-
-        Args:
-            name: the adapter's name.
-            adapter: a directory or hub id of an adapter that PEFT saved, or its state dict.
-            config: a LoraConfig or its dict; needed with a state dict.
-        """
+        """Add a LoRA adapter to the model, on all its ranks, which prompts may name by ``adapter_names``; see
+        `Engine.load_adapter`."""
         self.engine.load_adapter(name, adapter, config)
 
     def delete_adapter(self, name: str) -> None:
@@ -330,28 +328,26 @@ class PagedGenerator:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(unknown_method(type(self).__name__, name), name=name, obj=self)
 
-    def _base_seed(self, seed: int | None) -> int:
-        return base_seed(seed, self.engine.config.seed)
-
-    def _complete(self, call: Call, asked: list[PlannedCompletion], progress: Progress) -> list[Completion] | None:
+    def _complete(self, call: Call, planned: list[RequestSpec | Completion],
+                  progress: Progress) -> list[Completion] | None:
         """Run requests to their ends, and return the result of `generate`."""
         ended: dict[int, StepOutput] = {}
         with paths.counting(self.engine) as counted, self.engine.session() as session:
-            progress.begin(session, len(asked))
-            for outputs in self._drive(session, call, asked):
+            progress.begin(session, len(planned))
+            for outputs in self._drive(session, call, planned):
                 progress.step(output for _, output in outputs)
                 ended.update(outputs)
             if self._only_follows:
                 return None
-            if len(ended) < len(asked):
+            if len(ended) < len(planned):
                 raise EngineClosedError("the engine was closed by another thread during the call")
-            return counted.completions(best_outputs(asked, [ended[i] for i in range(len(asked))]))
+            return counted.completions(best_outputs(planned, [ended[i] for i in range(len(planned))]))
 
     def _drive(self, session: Session, call: Call,
-               asked: list[PlannedCompletion]) -> Iterator[list[tuple[int, StepOutput]]]:
+               planned: list[RequestSpec | Completion]) -> Iterator[list[tuple[int, StepOutput]]]:
         """Run requests to their ends, and yield each step's outputs with the indexes of their completions. Outputs of
         prompts that cannot run are yielded before the first step, once all other requests are added."""
-        index, refused = numbered(call, asked, self.engine.add_all(session, wanted(asked)))
+        index, refused = numbered(call, planned, self.engine.add_all(session, runnable(planned)))
         yield refused
         while session.unfinished():
             yield [(index[output.request_id], output) for output in self.engine.advance([session])[0]]
@@ -374,9 +370,9 @@ class PagedGenerator:
         with self._named(call.adapter_names, len(input_ids), generation_config, kwargs):
             if seed is None:
                 return generate()
-            seed, device = self._base_seed(seed), self._causal_lm.device
+            seed, device = base_seed(seed, self.engine.config.seed), self._causal_lm.device
             # The seed for a native call; torch's generators are seeded for a call that runs in stock.
-            with call_seed(seed), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with within(CALL_SEED, seed), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
                 return generate()
 

@@ -39,5 +39,4 @@ def lacking(extra: str, use: str, module: str | None = None) -> str:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra."""
     return f"pip install 'hf-paged[{extra}]'"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hf_paged.pictures.stats_html import stats_html
+from hf_paged.pictures import stats_html
 
 PATHS = ("native", "lockstep", "stock")
 _SHORT = reprlib.Repr()
@@ -205,6 +205,21 @@ class CallStats:
 
 
 @dataclass(frozen=True)
+class WarmUpReport:
+    """What `Engine.warm_up` did.
+
+    Attributes:
+        num_kernels_compiled, num_kernels_loaded, num_graphs_captured: as in `EngineStats`.
+        seconds: how long it took.
+    """
+
+    num_kernels_compiled: int
+    num_kernels_loaded: int
+    num_graphs_captured: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Counters since the engine was made (num_generated_tokens, ...) and its state now (num_running, ...).
 
@@ -215,22 +230,26 @@ class EngineStats:
         num_generated_tokens, num_prefill_tokens: tokens made, and prompt tokens computed.
         num_steps: steps launched.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and tokens found there.
-        kv_cache_bytes: memory of the KV pool, 0 while it is released. torch's own counters do not hold it where the
-            pool lies in reserved addresses.
+        kv_cache_bytes: memory of the KV pool, 0 while it is released. torch's counters lack a pool in reserved
+            addresses.
         num_pool_growths: how often the pool was enlarged.
-        num_graphs_captured, num_graphs_dropped: CUDA graphs of the present pool, released or not; graphs are dropped
-            when memory that they point to moved.
+        num_graphs_captured, num_graphs_dropped, graphs_dropped_by: CUDA graphs of the present pool, released or not;
+            the last counts those dropped by what moved ("token history", "weights", ...).
         weights_version: number that grows whenever the weights, the active adapters or constants of the model were
-            found changed (see docs/reinforcement_learning.md for when the engine compares them).
-        kv_bytes_read: bytes of keys and values that attention read, over all layers, on this rank; a prompt, or a chunk
-            of one, counts once. A layer with a sliding window counts the positions inside of the window.
+            found changed (docs/reinforcement_learning.md).
+        kv_bytes_read: bytes of keys and values that attention read, over all layers, on this rank; a chunk of a prompt
+            counts once, of a sliding window its positions.
         kv_bytes_saved: bytes that attention would have read besides, had each row read its shared prefix by itself.
         num_draft_tokens, num_accepted_draft_tokens: guesses that steps computed, and guesses that were accepted.
         shadow_bytes: memory of copies of the weights, in the dtype of autocast or gathered from ranks; else 0.
+        num_kernels_compiled, num_kernels_loaded: kernels that this process compiled, or found on the disk, for all its
+            engines.
+        compile_wait_seconds, capture_seconds: seconds that steps waited for kernels, and captured CUDA graphs.
+        num_steps_delayed, longest_delay_seconds: steps that did either and took more than 50 ms; most seconds of a step
+            for both.
         calls: calls by path, "native", "lockstep" or "stock": of the enabled model's `generate` and `generate_batch`,
-            and of `generate`, `stream`, `agenerate` and `astream` of a `PagedGenerator`. Calls that a stock call makes
-            itself (drafts of assisted decoding) are a part of it. Requests of `Engine.add_request`, and of a
-            continuous batching manager or the server, belong to no call: `num_generated_tokens` counts their tokens.
+            and of `generate`, `stream`, `agenerate` and `astream` of a `PagedGenerator`. Requests of
+            `Engine.add_request`, of a continuous batching manager and of the server belong to no call.
     """
 
     num_running: int
@@ -254,6 +273,13 @@ class EngineStats:
     shadow_bytes: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    graphs_dropped_by: Mapping[str, int] = field(default_factory=dict)
+    num_kernels_compiled: int = 0
+    num_kernels_loaded: int = 0
+    compile_wait_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    num_steps_delayed: int = 0
+    longest_delay_seconds: float = 0.0
 
     @property
     def num_used_blocks(self) -> int:

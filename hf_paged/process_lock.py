@@ -30,7 +30,6 @@ class ProcessLock:
         _all.add(self)
 
     def is_held_here(self) -> bool:
-        """Return whether this thread holds the lock."""
         return self.rlock._is_owned()  # type: ignore[attr-defined]  # which threading.Condition asks, too
 
     def renew(self) -> None:

@@ -19,7 +19,7 @@ from hf_paged.optional import require
 from hf_paged.options.arguments import base_seed, merge_config
 from hf_paged.options.chat_keywords import split_keywords
 from hf_paged.options.prompts import is_chat, prompt_ids
-from hf_paged.options.settings import settings_from_config
+from hf_paged.options.settings import request_spec
 from hf_paged.outputs import Completion
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class PagedActor:
         if merged.num_return_sequences not in (None, 1):
             raise ValueError(f"num_return_sequences={merged.num_return_sequences!r}: expected 1; give a row for "
                              "each, with an id of its own")
-        engine.stop_rule(settings_from_config(merged, 1, engine.num_logits), [])
+        engine.stop_rule(request_spec(merged, 1, engine.num_logits), [])
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Return `batch` with the output columns appended.

@@ -5,10 +5,15 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Proofs are stored here for the session, whose processes share them, and not in the user's home.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["HF_PAGED_CACHE"] = tempfile.mkdtemp(prefix="hf_paged_tests_")
 
 import pytest
 import torch
@@ -49,6 +54,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["HF_PAGED_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

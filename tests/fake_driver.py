@@ -1,4 +1,4 @@
-"""A `Driver` without a GPU: addresses and memory of this process, every rule of CUDA's checked, errors on demand."""
+"""A `CudaDriver` without a GPU: addresses and memory of this process, CUDA's rules checked, errors on demand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_paged.device import virtual_memory
-from hf_paged.device.cuda_driver import DriverError
+from hf_paged.device.virtual_memory import DriverError
 
 GRANULARITY = 4096
 
@@ -120,15 +120,15 @@ class FakeDriver:
         self.tensors.append((address, nbytes, weakref.ref(memory)))
         return torch.from_numpy(memory)
 
-    def finish(self):
+    def finish(self, *, at_once=False):
+        if at_once:
+            self.in_finalizer = True  # of an object whose attributes go right after it
+            if not self.may_wait:
+                return False
         self.script("finish")
         self.num_finished += 1
         self.busy.clear()
         return True
-
-    def finish_at_once(self):
-        self.in_finalizer = True  # of an object whose attributes go right after it
-        return self.finish() if self.may_wait else False
 
     def num_free(self):
         return self.seen_free if self.seen_free is not None else self.free

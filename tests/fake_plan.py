@@ -10,7 +10,7 @@ from support import HostMemory
 
 from hf_paged.kernels.build.compiling import is_dry
 from hf_paged.kernels.hopper import decoder_layers_support as support
-from hf_paged.models import fused, one_launch
+from hf_paged.models import linears, one_launch
 
 
 class FakePlan:
@@ -79,7 +79,7 @@ def fake_plans(monkeypatch) -> Plans:
         run_dry.set_result(None)
         return plans.compiled or run_dry
 
-    monkeypatch.setattr(fused, "adjacent_memory", HostMemory)
+    monkeypatch.setattr(linears, "adjacent_memory", HostMemory)
     for name, value in (("_why_not_on", lambda device: None), ("_refused", {}), ("why_not_of", lambda *_: None),
                         ("plan_of", plan_of)):
         monkeypatch.setattr(support, name, value)

@@ -110,7 +110,7 @@ def family_model(variant: str, seed: int = 0, **overrides: Any) -> PreTrainedMod
     """A random model in eval mode on the CPU, always the same for one seed and config."""
     name, settings = VARIANTS[variant]
     config = getattr(transformers, name)(**(SHAPE | settings | overrides))
-    return _random(transformers.AutoModelForCausalLM.from_config, config, seed)
+    return make_random(transformers.AutoModelForCausalLM.from_config, config, seed)
 
 
 def wrapped_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -121,12 +121,12 @@ def wrapped_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel
                 "vision_config": getattr(transformers, vision)(**VISION), "image_token_id": VOCAB - 1,
                 "initializer_range": SHAPE["initializer_range"], "tie_word_embeddings": False}
     config = getattr(transformers, f"{prefix}Config")(**(settings | overrides))
-    model = _random(getattr(transformers, f"{prefix}ForConditionalGeneration"), config, seed)
+    model = make_random(getattr(transformers, f"{prefix}ForConditionalGeneration"), config, seed)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
     return model
 
 
-def _random(make: Callable[[Any], PreTrainedModel], config: Any, seed: int) -> PreTrainedModel:
+def make_random(make: Callable[[Any], PreTrainedModel], config: Any, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make(config).eval()

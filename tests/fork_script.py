@@ -20,7 +20,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
 from hf_paged import Engine, PagedConfig, process_lock
-from hf_paged.engine.fair_lock import FairLock
+from hf_paged.engine.locked_core import FairLock
 from hf_paged.process_lock import ProcessCondition, ProcessLock
 
 INPUTS, OTHERS = batch([40, 20]), batch([30, 7, 25], seed=2)

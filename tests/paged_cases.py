@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 
 class Case(NamedTuple):

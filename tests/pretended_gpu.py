@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
@@ -21,9 +21,34 @@ from triton.runtime.jit import JITFunction
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 launched: list[str] = []  # names of kernels
 compiled: list[tuple[str, str, bool]] = []  # names of kernels and of the threads that compiled them; from the disk?
+variants: list[Variant] = []  # what `compile_nothing` was asked for
 made: list[tuple[str, str]] = []  # names of kernels and of the threads that made what launches them
 loaded: list[tuple[str, str]] = []  # the same of the threads that loaded it
 no_c_compiler_in: list[str] = []  # beginnings of names of threads
+
+
+class Variant(NamedTuple):
+    """One compilation of a kernel: Triton's `ASTSource`, with what it is specialised on, and its options."""
+
+    name: str
+    source: Any
+    options: dict[str, Any]
+
+    def key(self, *, hints: bool = True) -> tuple[Any, ...]:
+        """What it was compiled for. Without ``hints``: but for alignments, and for integers that were 1."""
+        source, parameters = self.source, self.source.fn.params
+        by_name = {source.fn.arg_names[path[0]] if isinstance(path, tuple) else path: value
+                   for path, value in source.constants.items() if isinstance(path, str) or len(path) == 1}
+        signature, constants, kept = dict(source.signature), dict(source.constants), dict(source.attrs)
+        if not hints:
+            ones = {parameter.name for parameter in parameters
+                    if not parameter.is_constexpr and by_name.get(parameter.name) == 1}
+            signature = {name: "i32" if name in ones else kind for name, kind in signature.items()}
+            constants = {path: value for path, value in constants.items()
+                         if (source.fn.arg_names[path[0]] if isinstance(path, tuple) else path) not in ones}
+            kept = {}
+        options = {name: self.options.get(name) for name in ("num_warps", "num_stages", "maxnreg", "launch_pdl")}
+        return self.name, str(signature), str(constants), str(kept), str(options)
 
 
 def _load_module_from_path(name: str, path: str) -> Any:
@@ -99,6 +124,7 @@ def compile_nothing(seconds: float = 0.0, after: threading.Event | None = None) 
         assert after is None or after.wait(timeout=240)
         name = src.fn.__name__
         compiled.append((name, threading.current_thread().name, False))
+        variants.append(Variant(name, src, options if isinstance(options, dict) else vars(options)))
         return Compiled(run=lambda *args: launched.append(name), function=0, packed_metadata=(), src=src, metadata=None)
 
     triton.compiler.compile = compile

@@ -51,7 +51,7 @@ class Calls:
 def watched_calls() -> Iterator[Calls]:
     """What became of each call of `generate`, of whichever thread, of models that are enabled."""
     calls = Calls()
-    run, lockstep, announce = generate._run_counted, Engine.lockstep, fallback.announce_fallback
+    run, lockstep, announce = generate._run, Engine.lockstep, fallback.announce_fallback
 
     def watched_run(*args: Any) -> str | None:
         with calls.one("native"):
@@ -67,7 +67,7 @@ def watched_calls() -> Iterator[Calls]:
             calls.paths.append(f"stock: {reason}")
         announce(engine, reason)
 
-    with patch.object(generate, "_run_counted", watched_run), patch.object(Engine, "lockstep", watched_lockstep), \
+    with patch.object(generate, "_run", watched_run), patch.object(Engine, "lockstep", watched_lockstep), \
             patch.object(fallback, "announce_fallback", watched_announcement):
         yield calls
 

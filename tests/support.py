@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import faulthandler
+import gc
+import os
 import random
 import re
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,6 +128,36 @@ def stock_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 def stock_generate(model: PreTrainedModel, **kwargs: Any) -> torch.Tensor:
     return stock_copy(model).generate(**kwargs)
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, Any]:
+    """("returned", tensor), or ("raised", type): what stock and hf_paged must agree on."""
+    torch.manual_seed(3)
+    try:
+        result = call()
+    except Exception as error:
+        return "raised", type(error)
+    return "returned", result if isinstance(result, torch.Tensor) else result.sequences
+
+
+def in_child(work: Callable[[], Any], seconds: float = 60.0) -> int:
+    """Run `work` in a fork of this process; return its exit status: 0, or 1 after an error or after `seconds`.
+
+    What other tests left to the garbage collector goes before: a gloo group that the child collects waits for ever for
+    threads that only the parent has. Where the child hangs in spite of that, its stack is printed.
+    """
+    gc.collect()
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    try:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def eos_ids(kwargs: dict[str, Any], model: PreTrainedModel) -> set[int]:
@@ -242,6 +276,20 @@ def assert_idle(model: PreTrainedModel) -> None:
     stats = hf_paged.get_engine(model).stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == max(stats.num_blocks - 1, 0)  # there may be no pool as yet
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Return once `condition` holds; fails after so many seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not come to pass"
+        time.sleep(0.001)
+
+
+def is_idle(generator: hf_paged.PagedGenerator) -> bool:
+    """Whether nothing runs or waits, and no awaited call that was left has requests to end."""
+    stats, thread = generator.engine.stats(), generator._async_calls.thread
+    return not stats.num_running + stats.num_waiting and not thread._calls and not thread._actions
 
 
 def num_calls(model: PreTrainedModel) -> dict[str, int]:

@@ -8,7 +8,7 @@ from support import tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_paged
-from hf_paged.integration.call_context import call_salt
+from hf_paged.integration.paths import CALL_SALT, within
 from hf_paged.options.arguments import salt_digest
 
 PROMPT = list(range(3, 3 + 5 * 16 + 4))
@@ -147,7 +147,7 @@ def test_generate_of_an_enabled_model_has_the_salt_of_its_context():
 
     def computed(salt):
         before = hf_paged.get_engine(model).stats().num_prefill_tokens
-        with call_salt(salt_digest(salt)):
+        with within(CALL_SALT, salt_digest(salt)):
             model.generate(ids, **GREEDY)
         return hf_paged.get_engine(model).stats().num_prefill_tokens - before
 

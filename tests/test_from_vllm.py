@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -93,21 +94,17 @@ def test_the_tables_are_those_that_errors_answer_from(titles, table, ours):
 
 
 def test_the_flags_on_our_side_exist():
-    pytest.importorskip("fastapi", reason="of the extra `serve`")
-    from transformers.cli.serve import Serve
+    from hf_paged.serve import add_arguments
 
-    from hf_paged.serve import SETTING
-    from hf_paged.server.adapters import OPTION
-
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
     section = PAGE.partition("\n## Flags of vllm serve\n")[2].partition("\n## ")[0]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
     same = {flag for row in rows if row[2].strip() == "the same" for flag in re.findall(r"--[\w-]+", row[1])}
     ours = {flag for row in rows for flag in re.findall(r"--[\w-]+", row[2])} | same
-    known = {f"--{name.replace('_', '-')}" for name in inspect.signature(Serve.__init__).parameters}
-    assert {"--cb-num-blocks", "--host"} <= ours and ours - known == {OPTION, SETTING}
-    settings = {name for row in rows for name in re.findall(rf"{SETTING} (\w+)=", row[2])}
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    assert {"--num-blocks", "--host", "--max-model-len", "--enforce-eager", "--served-model-name"} <= ours <= known
     fields = {field.name for field in dataclasses.fields(PagedConfig)}
-    assert {"max_model_len", "enforce_eager"} <= settings <= fields
     none = next(row[1] for row in rows if "no such flag" in row[2])
     assert not {flag[2:].replace("-", "_") for flag in re.findall(r"--[\w-]+", none)} & fields
 

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3ForCausalL
 
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.engine.session import NewRequest
-from hf_paged.options.settings import RequestSettings, settings_from_config
+from hf_paged.options.request_spec import RequestSpec
+from hf_paged.options.settings import request_spec
 
 PROMPTS = random_prompts([20, 5, 33, 16])
 
@@ -545,7 +545,7 @@ def test_requests_added_to_a_closed_engine_are_refused():
     with engine.session() as session:
         generator.close()
         with pytest.raises(RuntimeError, match="closed"):
-            engine.add(session, NewRequest([1, 2, 3], RequestSettings(4), seed=0))
+            engine.add(session, RequestSpec([1, 2, 3], 4, seed=0))
     assert engine.stats().kv_cache_bytes == 0
 
 
@@ -708,7 +708,7 @@ def test_stop_strings_and_texts_are_those_of_a_tokenizer_that_is_set_later():
 
 def test_requests_of_the_same_stop_strings_share_a_criterion(generator):
     """Making one takes as long as a look at the whole vocabulary."""
-    settings = settings_from_config(GenerationConfig(max_new_tokens=3, stop_strings=["ab"]), 5, 256)
+    settings = request_spec(GenerationConfig(max_new_tokens=3, stop_strings=["ab"]), 5, 256)
     first = generator.engine.stop_rule(settings, PROMPTS[0])
     assert generator.engine.stop_rule(settings, PROMPTS[1]).strings is first.strings
     generator.tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])

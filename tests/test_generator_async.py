@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import pickle
 import random
 import subprocess
@@ -17,22 +18,22 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support import assert_idle, byte_tokenizer, random_prompts, tiny_model
+from support import assert_idle, byte_tokenizer, is_idle, random_prompts, tiny_model, wait_until
 
 import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.engine import driver as driver_module
-from hf_paged.integration.async_calls import AsyncCall
+from hf_paged.integration.async_calls import AsyncSink
 from hf_paged.runner.model_runner import ModelRunner
 
-MODEL = tiny_model()
+shared_model = functools.cache(tiny_model)
 PROMPTS = random_prompts([30, 17, 25, 9, 31, 3, 12, 40])
 NEW = 24
 
 
 @pytest.fixture
 def generator():
-    with PagedGenerator(MODEL, byte_tokenizer(), num_blocks=64) as made:
+    with PagedGenerator(shared_model(), byte_tokenizer(), num_blocks=64) as made:
         yield made
 
 
@@ -41,19 +42,6 @@ def expected():
     """Greedy tokens after each prompt, from a generator of another model object."""
     with PagedGenerator(tiny_model(), num_blocks=64) as made:
         return [one.token_ids for one in made.generate(PROMPTS, max_new_tokens=300)]
-
-
-def wait_until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not come to pass"
-        time.sleep(0.001)
-
-
-def is_idle(generator):
-    stats = generator.engine.stats()
-    no_calls = not generator._async_calls.thread._calls and not generator._async_calls.thread._actions
-    return stats.num_running + stats.num_waiting == 0 and no_calls
 
 
 def uncached(completions):
@@ -84,7 +72,7 @@ def test_awaited_calls_give_what_plain_ones_give(generator, expected):
         assert await tokens_of(generator.astream(PROMPTS, max_new_tokens=NEW)) == [one.token_ids for one in plain]
 
     asyncio.run(main())
-    assert_idle(MODEL)
+    assert_idle(shared_model())
 
 
 def test_every_argument_reaches_the_requests(generator):
@@ -188,8 +176,8 @@ def test_cancelling_a_task_ends_its_requests_within_a_step_and_no_others(generat
         assert made.token_ids == expected[3]
 
     core, asked = generator.engine._core, []
-    close = AsyncCall.close
-    monkeypatch.setattr(AsyncCall, "close", lambda call: asked.append(core.totals["steps"]) or close(call))
+    close = AsyncSink.close
+    monkeypatch.setattr(AsyncSink, "close", lambda call: asked.append(core.totals["steps"]) or close(call))
     aborted = []
 
     class Watching:
@@ -202,7 +190,7 @@ def test_cancelling_a_task_ends_its_requests_within_a_step_and_no_others(generat
     generator.engine.watch(Watching())
     asyncio.run(main())
     assert len(aborted) == 3 and max(aborted) - asked[0] <= 1
-    assert_idle(MODEL)
+    assert_idle(shared_model())
 
 
 def test_an_iterator_that_is_closed_or_left_ends_its_requests(generator):
@@ -217,7 +205,7 @@ def test_an_iterator_that_is_closed_or_left_ends_its_requests(generator):
 
     asyncio.run(main())
     assert generator.engine.stats().num_generated_tokens < 300
-    assert_idle(MODEL)
+    assert_idle(shared_model())
 
 
 def test_errors_are_raised_in_the_task_whose_call_is_wrong(generator, expected):
@@ -256,19 +244,19 @@ def test_a_step_that_raises_ends_all_that_wait_and_the_next_call_is_right(genera
             return await asyncio.gather(*calls, return_exceptions=True)
 
     assert [type(error) for error in asyncio.run(main())] == [torch.OutOfMemoryError] * 3
-    assert_idle(MODEL)
+    assert_idle(shared_model())
     assert asyncio.run(generator.agenerate(PROMPTS[0], max_new_tokens=NEW))[0].token_ids == expected[0][:NEW]
 
 
 @pytest.mark.parametrize("end", ["close", "disable"])
 def test_closing_ends_waiting_tasks_with_an_error(end):
-    generator = PagedGenerator(MODEL, num_blocks=64)
+    generator = PagedGenerator(shared_model(), num_blocks=64)
 
     async def main():
         tasks = [asyncio.create_task(generator.agenerate(prompt, max_new_tokens=300)) for prompt in PROMPTS[:3]]
         while generator.engine.stats().num_running < 3:
             await asyncio.sleep(0.001)
-        await asyncio.to_thread(generator.close if end == "close" else lambda: hf_paged.disable(MODEL))
+        await asyncio.to_thread(generator.close if end == "close" else lambda: hf_paged.disable(shared_model()))
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(one, hf_paged.EngineClosedError) for one in results), results
         assert "closed" in str(results[0])
@@ -349,7 +337,7 @@ def test_cancel_ends_one_prompt_of_a_running_call(generator, expected):
     count = len(found[1].token_ids)
     assert 0 < count < 300 and found[1].token_ids == expected[1][:count]
     assert not generator.cancel("a")
-    assert_idle(MODEL)
+    assert_idle(shared_model())
 
 
 def test_cancel_reaches_streamed_prompts_by_their_outputs_and_all_copies_by_their_prompt(generator):
@@ -426,7 +414,7 @@ async def _scenario(generator, expected, seed, num_tasks):
 @given(seed=st.integers(0, 2**16), loops=st.integers(1, 3), num_blocks=st.sampled_from([10, 64]), overlap=st.booleans())
 def test_tasks_that_come_and_go_leave_nothing_behind(expected, seed, loops, num_blocks, overlap):
     """With 10 blocks most requests wait, and rows are preempted."""
-    with PagedGenerator(MODEL, num_blocks=num_blocks, overlap=overlap, max_num_seqs=6) as generator:
+    with PagedGenerator(shared_model(), num_blocks=num_blocks, overlap=overlap, max_num_seqs=6) as generator:
         errors = []
 
         def run(number):
@@ -442,7 +430,7 @@ def test_tasks_that_come_and_go_leave_nothing_behind(expected, seed, loops, num_
             thread.join()
         assert not errors, errors
         wait_until(lambda: is_idle(generator))
-        assert_idle(MODEL)
+        assert_idle(shared_model())
         core = generator.engine._core
         assert not core.requests and core.scheduler.num_free_slots == 6
 
@@ -484,6 +472,15 @@ if not child:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and made() == expected
 print("both")
 """
+
+
+def test_a_call_without_autocast_leaves_the_autocast_cache_of_other_threads_alone(monkeypatch):
+    """A thread that trains beside it would cast its weights again."""
+    cleared, clear = [], torch.clear_autocast_cache
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: (cleared.append(1), clear()))
+    with PagedGenerator(tiny_model(), num_blocks=40) as generator:
+        made = asyncio.run(generator.agenerate([[1, 2, 3]], max_new_tokens=2))
+    assert len(made[0].token_ids) == 2 and not cleared
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,21 @@ import hf_paged
 
 
 def test_every_public_name_is_there_and_has_one_home():
-    listed = [name for names in hf_paged._MODULES.values() for name in names]
-    assert sorted(listed) == sorted(hf_paged.__all__)
+    assert len(set(hf_paged.__all__)) == len(hf_paged.__all__)
     for name in hf_paged.__all__:
         assert getattr(hf_paged, name).__name__ == name
         assert name in dir(hf_paged)
     with pytest.raises(AttributeError, match="module 'hf_paged' has no attribute 'Enginee'"):
         _ = hf_paged.Enginee
+
+
+def test_a_type_checker_sees_the_names_that_are_there():
+    """As public ones, imported as themselves: it does not follow how `__all__` is made."""
+    tree = ast.parse(Path(hf_paged.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = [(node.module, name.name, name.asname) for node in block.body for name in node.names]
+    made = [(module, name, name) for module, names in hf_paged._MODULES.items() for name in names]
+    assert ast.unparse(block.test) == "TYPE_CHECKING" and sorted(seen) == sorted(made)
 
 
 def run(code: str) -> str:

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import PagedConfig, PagedGenerator
 from hf_paged.options.keywords import OF_CALL
-from hf_paged.options.request_options import RequestOptions
+from hf_paged.options.request_spec import PLAIN
 from hf_paged.vllm_names import LOADING, METHODS, SAMPLING, unknown_names
 
 FIELDS = {field.name for field in dataclasses.fields(PagedConfig)}
@@ -191,4 +191,4 @@ def test_what_the_answers_name_exists():
 
 
 def test_the_arguments_of_a_call_are_known():
-    assert {"prompts", "generation_config", *OF_CALL, *RequestOptions._fields, "use_tqdm"} == OF_GENERATE
+    assert {"prompts", "generation_config", *OF_CALL, *PLAIN, "use_tqdm"} == OF_GENERATE

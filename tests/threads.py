@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from hf_paged.options.request_spec import RequestSpec
+
 
 def together(*calls: Callable[[], Any], timeout: float = 120.0) -> list[Any]:
     """What each returned, or raised; they begin when all threads are there."""
@@ -36,13 +38,18 @@ def threads_of_engines() -> list[str]:
     return [name for name in names if name.startswith("hf_paged") and not name.startswith("hf_paged forms")]
 
 
+def rows_of(prompts: list[list[int]], count: int) -> list[RequestSpec]:
+    """Rows for `Engine.lockstep` that get at most so many tokens."""
+    return [RequestSpec(prompt, count) for prompt in prompts]
+
+
 class RowsElsewhere:
     """Rows in lockstep of another thread's greedy call, which waits for its logits while this thread steps."""
 
     def __init__(self, engine: Any, prompts: list[list[int]], count: int) -> None:
         self.made: list[list[int]] = [[] for _ in prompts]
         self._engine, self._count = engine, count
-        self._call = engine.lockstep(prompts, count)
+        self._call = engine.lockstep(rows_of(prompts, count))
         self._batch = self._call.__enter__()
         self._batch._asked = torch.empty(len(prompts), 0, dtype=torch.int64)
 

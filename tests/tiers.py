@@ -17,6 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if hasattr(item, "callspec") and "each_value" in marks and not marks & {"slow", "gpu"}:
             cases[item.parent, item.originalname].append(item)  # type: ignore[attr-defined]
     for some in cases.values():
+        some.sort(key=lambda item: [*item.callspec.indices.values()])  # type: ignore[attr-defined]  # however shuffled
         values = {item: {(name, repr(value)) for name, value in item.callspec.params.items()} for item in some}
         for item in set(some) - set(covering(values)):
             item.add_marker(pytest.mark.slow)

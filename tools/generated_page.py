@@ -1,4 +1,4 @@
-"""The command line of a tool that makes a page of the docs from the code."""
+"""Command line of a tool that makes a page of the docs from the code."""
 
 from __future__ import annotations
 

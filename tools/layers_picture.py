@@ -1,9 +1,9 @@
-"""Writes the picture of the layers into docs/architecture.md, from the imports in hf_paged/.
+"""Write the picture of the layers into docs/architecture.md, from the imports in hf_paged/.
 
     python tools/layers_picture.py [--check]
 
-An arrow goes from a folder (or a file at the top) to one that it imports. An arrow is left out where a longer way leads
-to the same place, and so are imports that are there for type checking only.
+An arrow goes from a folder (or a file at the top) to one that it imports, unless a longer way leads there. Imports for
+type checking alone do not count.
 """
 
 from __future__ import annotations

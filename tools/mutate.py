@@ -84,12 +84,13 @@ PATHS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if 
 def copy_scheduler(work: Path) -> None:
     """A copy of the scheduler and its tests; the rest of the package is not needed, since it imports none of it."""
     _copy(work, PACKAGE, TESTS)
+    shutil.copy(ROOT / "tests" / "invariants.py", work / TESTS)
     (work / "hf_paged/__init__.py").write_text("")
 
 
 def copy_package(work: Path) -> None:
-    """A copy of the whole package, its tests and the models that they load."""
-    _copy(work, Path("hf_paged"), Path("tests"), Path("examples"))
+    """A copy of the whole package, its tests, and the models and workloads that they load."""
+    _copy(work, *map(Path, ("hf_paged", "tests", "examples", "benchmarks")))
 
 
 def _copy(work: Path, *folders: Path) -> None:

@@ -18,12 +18,12 @@ class Mutation(NamedTuple):
 
 
 POOL, MANAGER, BOOK = "block_pool.py", "kv_cache_manager.py", "scheduler.py"
-SCHEDULER, TABLE, QUEUE = "scheduler.py", "running_table.py", "waiting_queue.py"
-PLAN, TREE, ROWS, GROUPS = "plan.py", "prefix_tree.py", "lockstep_rows.py", "prefix_groups.py"
-DRAFTS = "drafts.py"
+SCHEDULER, TABLE, QUEUE = "scheduler.py", "sequence.py", "sequence.py"
+PLAN, TREE, ROWS, GROUPS = "plan.py", "prefix_tree.py", "lockstep_rows.py", "prefix_tree.py"
+DRAFTS = "plan.py"
 
 MUTATIONS = [
-    Mutation(POOL, "FreeQueue(self.blocks[1:])", "FreeQueue(self.blocks)", (1,)),
+    Mutation(POOL, "OrderedDict.fromkeys(self.blocks[1:])", "OrderedDict.fromkeys(self.blocks)", (1,)),
     Mutation(POOL, 'assert block.ref_count > 0, f"{block} is freed', 'assert True, f"{block} is freed', (1,)),
     Mutation(MANAGER, "return -(-num_tokens // self.block_size)", "return num_tokens // self.block_size + 1", (2,)),
     Mutation(MANAGER, "range(seq.num_published, num_tokens // size)",
@@ -50,15 +50,15 @@ MUTATIONS = [
     Mutation(SCHEDULER, "write_from = max(start, seq.num_published * self.config.block_size)", "write_from = start",
              (5, 13)),
     Mutation(POOL, """            if block.ref_count == 0:
-                self.free_queue.remove(block)
+                del self.free_queue[block]
             block.ref_count += 1""", """            block.ref_count += 1""", (6,)),
     Mutation(MANAGER, "for i in reversed(seq.block_table)", "for i in seq.block_table", (7,)),
-    Mutation(POOL, """            self.free_queue.appendleft(block)
-        else:""", """            self.free_queue.append(block)
-        else:""", (8,)),
-    Mutation(POOL, """        else:
-            self.free_queue.append(block)""", """        else:
-            self.free_queue.appendleft(block)""", (8, 9)),
+    Mutation(POOL, """        if block.digest is None:
+            self.free_queue.move_to_end""", """        if False:
+            self.free_queue.move_to_end""", (8,)),
+    Mutation(POOL, """        if block.digest is None:
+            self.free_queue.move_to_end""", """        if True:
+            self.free_queue.move_to_end""", (8, 9)),
     Mutation(POOL, """            if block.digest is not None:
                 self._forget(block)
             block.ref_count = 1""", """            block.ref_count = 1""", (9,)),
@@ -131,8 +131,7 @@ MUTATIONS = [
              "        for plan in list(self._in_flight)[1:]:\n            pool.unpublish", (22,)),
     Mutation(BOOK, "        self._in_flight.clear()\n", "", (22,)),
     Mutation(POOL, """            if block.ref_count == 0:
-                self.free_queue.remove(block)
-                self._queue(block)
+                self.free_queue.move_to_end(block, last=False)
 """, "", (22,)),
     # What DESIGN.md says of a step without a number.
     Mutation(SCHEDULER, "if table.in_flight[slot] or not self._make_room_for(seq):",
@@ -164,7 +163,8 @@ MUTATIONS = [
              tests="its_own_tokens_alone"),
     Mutation(SCHEDULER, "present = table.tenancy[slots] == plan.tenancy", "present = plan.tenancy >= 0",
              tests="takes_in_its_token_in_flight"),
-    Mutation(QUEUE, "(seq.rank, seq)", "((0, seq.arrival), seq)", tests="priority"),
+    Mutation(QUEUE, "(seq.rank, seq))\n        self._len", "((0, seq.arrival), seq))\n        self._len",
+             tests="priority"),
     Mutation(MANAGER, " or seq.is_mixed", "", (23,)),
     Mutation(MANAGER, "        seq.is_mixed = False  # what", "        pass  # what", (23,)),
     Mutation(SCHEDULER, "                seq.is_mixed = True\n", "                pass\n", (23,)),
@@ -181,7 +181,8 @@ MUTATIONS = [
              tests="one_row_alone or any_set"),
     Mutation(TREE, "        self._forest = None\n        self._known.clear()\n", "        self._forest = None\n",
              tests="a_change_is_seen"),
-    Mutation(TREE, "if self._forest is None or step not in self._known:", "if True:", tests="same_object"),
+    Mutation(TREE, "if step not in self._known:\n            self._know(step, _among",
+             "if True:\n            self._know(step, _among", tests="same_object"),
     Mutation(TREE, "    hidden[forest.parent[is_same]] = True\n", "", tests="many_levels or any_set"),
     Mutation(TREE, "    while hidden[around[keep]].any():\n", "    if hidden[around[keep]].any():\n",
              tests="many_levels"),
@@ -189,15 +190,15 @@ MUTATIONS = [
     Mutation(TREE, "[::2] < groups.end).any()", "[::2] < 0).any()", tests="all_in_the_cache or chunk_shares"),
     Mutation(TREE, "members=rows[groups.members].astype(np.int32)", "members=groups.members", tests="reads_for_itself"),
     Mutation(ROWS, "self._tree.groups_ahead(self.slots, start) if num_new > 1 else None", "None", tests="drafts_share"),
-    Mutation(PLAN, "prompt_groups=self.prompt_groups", "prompt_groups=None", tests="rows_in_front"),
+    Mutation(PLAN, "self, **columns, sequences=", "self, **columns, prompt_groups=None, sequences=",
+             tests="rows_in_front"),
     Mutation(TREE, "        if not self.is_kept:\n", "        if False:\n", tests="not_wanted"),
     Mutation(SCHEDULER, "        self.prefix_tree.extended()\n", "", tests="prompt_of_full_blocks"),
     Mutation(ROWS, "        self._tree.extended()\n", "", tests="prompt_of_full_blocks"),
     Mutation(ROWS, "                self._tree.add(seq.slot, seq.block_table)\n", "                pass\n",
              tests="forget_drafts"),
     Mutation(ROWS, "            self._tree.remove(int(self.slots[row]))\n", "            pass\n", tests="beams"),
-    Mutation(SCHEDULER, "        self.prefix_tree.remove(slot)\n        self.kv_cache_manager.free(seq)\n        seq.d",
-             "        self.kv_cache_manager.free(seq)\n        seq.d", (14,)),
+    Mutation(SCHEDULER, "        self.prefix_tree.remove(slot)\n", "", (14,)),
     Mutation(PLAN, "None if tree is None else tree.groups(slots[:num_decode_rows])", "self.groups",
              tests="rows_in_front"),
     # Guesses at what follows.

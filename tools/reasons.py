@@ -1,10 +1,11 @@
-"""Prints the reasons for which something is not done natively and that docs/troubleshooting.md does not have.
+"""Print the reasons for which something is not done natively that docs/troubleshooting.md does not have.
 
     python tools/reasons.py [--all]
 
-A reason is a `Reason` of hf_paged.errors: the page has a row with its text and its remedy. What the code puts in is
-written as `…`. Other texts that some function returns in place of what it was asked for have to be on the page, too:
-those of a function whose result is annotated as `str | None`, or as `str` or something else.
+A reason is a `Reason` of hf_paged.errors. The page has an item for it: a part of its text as code, a colon, and at
+least one sentence of its remedy (a warning shows all of it). What the code fills in is written as `…`. The page also
+has a part of each text that a function returns in place of a result: the functions whose result is annotated as
+`str | None`, or as `str` or something else.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# Folders whose texts stand behind "is not proved to run" and the like.
+VERDICTS = ("proof", "checks", "derivation")
 PAGE = ROOT / "docs" / "troubleshooting.md"
+LEAST_LETTERS = 9  # a shorter text of the page is a part of too many reasons
 
 
 def template(node: ast.expr, constants: Mapping[str, str] = {}) -> str | None:
-    """The text of a literal or of a name among `constants`, with … for what is put in; None for anything else."""
-    if isinstance(node, ast.Name):
-        return constants.get(node.id)
+    """Return the text of a literal or of a name among `constants`, with … for what is filled in; else None."""
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        return constants.get(node.id if isinstance(node, ast.Name) else node.attr)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -37,13 +41,13 @@ def template(node: ast.expr, constants: Mapping[str, str] = {}) -> str | None:
 
 
 def gives_reasons(function: ast.FunctionDef) -> bool:
-    """Is the result a text or something else?"""
+    """Return whether the result of a function is a text or something else."""
     kinds = ast.unparse(function.returns).replace("Iterator[", "").rstrip("]") if function.returns else ""
     return "str" in kinds.split(" | ") and "|" in kinds
 
 
 def texts_of(tree: ast.AST) -> Iterator[str]:
-    """Every text that a module's functions return in place of what they are asked for, but for a `Reason`."""
+    """Yield the texts that functions of a module return in place of a result, except for a `Reason`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and gives_reasons(node):
             given = [inner.value for inner in ast.walk(node) if isinstance(inner, (ast.Return, ast.Yield))]
@@ -51,17 +55,17 @@ def texts_of(tree: ast.AST) -> Iterator[str]:
 
 
 def constants_of(trees: list[ast.Module]) -> dict[str, str]:
-    """By name, the texts that modules have as constants."""
+    """Return the texts that modules have as constants, by name."""
     assigned = [node for tree in trees for node in tree.body if isinstance(node, ast.Assign)]
     texts = {ast.unparse(node.targets[0]): template(node.value) for node in assigned}
     return {name: text for name, text in texts.items() if text is not None}
 
 
 def reasons_of(tree: ast.AST, constants: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(kind, remedy) of every `Reason` that a module makes.
+    """Yield (kind, remedy) of every `Reason` that a module makes.
 
     Raises:
-        ValueError: one whose text or remedy is neither a literal nor one of `constants`.
+        ValueError: the text or remedy of a reason is neither a literal nor one of `constants`.
     """
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Reason"):
@@ -75,25 +79,43 @@ def reasons_of(tree: ast.AST, constants: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def found() -> tuple[dict[str, str], list[str]]:
-    """What the package has, in the order of its files: remedies of reasons by their kind, and the other texts."""
-    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "hf_paged").rglob("*.py"))]
-    constants = constants_of(trees)
-    remedies = dict(pair for tree in trees for pair in reasons_of(tree, constants))
-    others = dict.fromkeys(text for tree in trees for text in texts_of(tree))
+    """Return the remedies of the package's reasons by kind, and the other texts, in the order of its files."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "hf_paged").rglob("*.py"))}
+    constants = constants_of(list(trees.values()))
+    remedies = dict(pair for tree in trees.values() for pair in reasons_of(tree, constants))
+    others = dict.fromkeys(text for path, tree in trees.items() if path.parent.name not in VERDICTS
+                           for text in texts_of(tree))
     return remedies, [text for text in others if set(" =") & set(text.strip("… "))]
 
 
+def items(page: str) -> list[tuple[list[str], str]]:
+    """Return each item of the page's lists: the texts as code in front of its colon, and what follows the colon."""
+    lines = re.findall(r"^\* (.*?[`)]): (.*)$", page, re.MULTILINE)
+    return [(re.findall(r"`([^`]+)`", head), rest) for head, rest in lines]
+
+
+def is_part(part: str, text: str) -> bool:
+    """Return whether a text that the page shows is a part of a reason, and long enough to find it by."""
+    return part == text or (len(part.strip("… ")) >= LEAST_LETTERS and part.strip("… ") in text)
+
+
 def missing(page: str | None = None) -> list[str]:
-    """Reasons of which no row of the page has both text and remedy, and other texts that it does not have."""
+    """Return the reasons of which no item of the page has text and remedy, and the other texts that it lacks."""
     page = PAGE.read_text() if page is None else page
-    rows = [row.split(" | ") for row in page.splitlines() if row.startswith("|")]
+    known = items(page)
     remedies, others = found()
     lacking = [
-        f"`{kind}` | {remedy}" for kind, remedy in remedies.items()
-        if not any(f"`{kind}`" in row[0] and remedy in row[-1] for row in rows)
+        f"`{kind}`: {remedy}" for kind, remedy in remedies.items()
+        if not any(any(is_part(part, kind) for part in parts) and any(one in rest for one in sentences(remedy))
+                   for parts, rest in known)
     ]
-    flat = " ".join(page.split())
-    return lacking + [text for text in others if " ".join(text.split()) not in flat]
+    shown = re.findall(r"`([^`]+)`", re.sub(r"(?s)```.*?```", "", page))
+    return lacking + [text for text in others if not any(is_part(part, text) for part in shown)]
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a remedy."""
+    return re.split(r"(?<=\.) (?=[A-Z`])", text)
 
 
 def main() -> int:

@@ -1,4 +1,7 @@
-"""The protocol of attention backends: a backend plans a step on the host, and then runs kernels on the device."""
+"""The protocol of attention backends: a backend plans a step on the host, and then runs kernels on the device.
+
+A backend is made for no model: it is given the sizes of one, an `AttentionSpec`, with each plan.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,8 @@ import torch
 
 from hf_paged.attention.choose_groups import GroupChoice
 from hf_paged.attention.plan_prompts import PromptPlan, Prompts
-from hf_paged.attention.spec import AttentionSpec
-from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.kernels.attention.types import AttentionOptions, AttentionSpec, PagedMetadata
+from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 
 class AttentionBackend(ABC):
@@ -22,12 +24,16 @@ class AttentionBackend(ABC):
         waits: the backend reads device data on the host, so that no CUDA graph can contain it.
         knows_pool_size: launches depend on the number of blocks, so that CUDA graphs are invalid after the pool grows.
         has_queue: `wants_queue` may return True.
+        takes_any_pools: `run` takes values of another width than keys, and other sizes than `plan` was given.
+        takes_chunks: `run` takes `AttentionOptions.chunk`.
     """
 
     name: str
     waits = False
     knows_pool_size = False
     has_queue = False
+    takes_any_pools = False
+    takes_chunks = False
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Return why the backend cannot run such a model if a config names it, or None."""
@@ -60,4 +66,4 @@ class AttentionBackend(ABC):
     @abstractmethod
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute :func:`~hf_paged.attention.paged_attention.paged_attention` without checks of the arguments."""
+        """Compute :func:`~hf_paged.attention.registry.paged_attention` without checks of the arguments."""

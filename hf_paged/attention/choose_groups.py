@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_paged.attention.spec import AttentionSpec
 from hf_paged.device.cuda import num_multiprocessors, shared_memory
 from hf_paged.kernels.attention._tile import padded_head_dim
-from hf_paged.kernels.attention.grouped_decode import grouped_config
-from hf_paged.kernels.attention.types import GroupedConfig
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.kernels.attention.grouped import grouped_config
+from hf_paged.kernels.attention.types import AttentionSpec, GroupedConfig
+from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 # Measured on an H200 (docs/notebook.md). The cost of writing and reading a row's partial result, in positions that a
 # row of one KV head reads.
@@ -22,18 +21,6 @@ PIECE_COST = 24
 # A step is grouped if that saves so many positions for each multiprocessor (times KV heads, of 256 bytes of key): with
 # less, joining the partial results takes as long as was saved.
 MIN_SAVED = 400
-
-
-class FixedPieces(NamedTuple):
-    """Cuts of rows at multiples of `length` positions, independent of other rows.
-
-    So the sets of positions that are summed up together, and their order, depend on the row's length alone. Only the
-    rounding inside of a piece may depend on other rows: a tile with queries of several rows is another product than a
-    tile with one row's.
-    """
-
-    length: int  # a multiple of the block size
-    max_seq_len: int  # at least every length; the sizes of a plan's arrays depend on it
 
 
 class Kernel(NamedTuple):
@@ -46,7 +33,7 @@ class Kernel(NamedTuple):
 
 
 def group_kernel_of(spec: AttentionSpec) -> Kernel:
-    """Return the properties of the kernel of `kernels/attention/grouped_decode.py` on the device."""
+    """Return the properties of the kernel of `kernels/attention/grouped.py` on the device."""
     head_dim_pad = padded_head_dim(spec.head_dim)
     config = grouped_config(head_dim_pad, spec.dtype.itemsize, spec.group, shared_memory(spec.device))
     multiprocessors = num_multiprocessors(spec.device)
@@ -74,22 +61,16 @@ class GroupChoice(NamedTuple):
     saved_positions: int  # that rows would read and tiles do not, without a window
     levels: list[tuple[np.ndarray, np.ndarray]]  # groups in groups, outermost first, and the groups that they lie in
     kernel: Kernel
-    pieces: FixedPieces | None
 
     @property
     def num_items(self) -> int:
         """The length of a plan, the same for all lengths and groups of as many rows."""
-        if self.pieces is not None:
-            return self.num_parts
         return len(self.own_begin) + _most_tiles(len(self.own_begin)) + self.kernel.cta_slots
 
     @property
     def num_parts(self) -> int:
         """The most pieces that all rows of a plan have together."""
-        rows = len(self.own_begin)
-        if self.pieces is not None:  # a piece of a group stands for one of each of its rows
-            return rows * max(1, -(-self.pieces.max_seq_len // self.pieces.length))
-        return rows + self.kernel.cta_slots + most_group_parts(rows)
+        return len(self.own_begin) + self.kernel.cta_slots + most_group_parts(len(self.own_begin))
 
 
 def _most_tiles(num_rows: int) -> int:
@@ -100,32 +81,24 @@ def most_group_parts(num_rows: int) -> int:
     return 2 * num_rows + 512
 
 
-def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel,
-                  pieces: FixedPieces | None = None) -> GroupChoice | None:
-    """Return the groups that save time; None if reading row by row is as fast. Valid while the groups do not change.
+def choose_groups(groups: PrefixGroups, num_rows: int, kernel: Kernel) -> GroupChoice | None:
+    """Return the groups, of the first rows of `num_rows`, that save time; None if reading row by row is as fast.
 
-    Args:
-        groups: groups of the first rows of `num_rows`.
-        kernel: the kernel of the plan.
-        pieces: fixed cuts, with which a choice is always returned; None cuts rows so that programs end together.
+    The choice is valid while the groups do not change.
     """
-    if pieces is not None:
-        groups = groups._replace(begin=groups.begin // pieces.length * pieces.length,
-                                 end=groups.end // pieces.length * pieces.length)
-    elif ((groups.count - 1) * (groups.end - groups.begin)).sum() < kernel.positions_worth_it:  # one tile each
+    if ((groups.count - 1) * (groups.end - groups.begin)).sum() < kernel.positions_worth_it:  # one tile each
         return None
     parent, inner = forest_of(groups)
     count, tiles = groups.count.astype(np.int64), -(-groups.count.astype(np.int64) // kernel.tile_rows)
     kept, saved = worth_it(groups, parent, np.bincount(inner, minlength=len(count)), tiles, count, PIECE_COST)
-    if pieces is None:
-        kept = _fitting(groups, kept, saved, kernel.tile_rows, num_rows)
-        if saved[kept].sum() < max(kernel.positions_worth_it, 1):
-            return None
-    return choice_of(groups, parent, inner, kept, num_rows, kernel, pieces)
+    kept = _fitting(groups, kept, saved, kernel.tile_rows, num_rows)
+    if saved[kept].sum() < max(kernel.positions_worth_it, 1):
+        return None
+    return choice_of(groups, parent, inner, kept, num_rows, kernel)
 
 
 def choice_of(groups: PrefixGroups, parent: np.ndarray, inner: np.ndarray, kept: np.ndarray, num_rows: int,
-              kernel: Kernel, pieces: FixedPieces | None = None) -> GroupChoice:
+              kernel: Kernel) -> GroupChoice:
     """Return the choice of the groups marked in ``kept``; ``parent`` and ``inner`` are of `forest_of`."""
     around, depth = _kept_around(parent, kept)
     innermost = np.where(kept[inner], inner, around[inner])  # of each member
@@ -144,7 +117,7 @@ def choice_of(groups: PrefixGroups, parent: np.ndarray, inner: np.ndarray, kept:
         members=groups.members.astype(np.int64), inner=number[innermost], own_begin=own_begin,
         first=groups.first[kept].astype(np.int64), count=count, begin=begin, end=end, tiles=tiles,
         saved_positions=int(((count - tiles) * (end - begin)).sum()),
-        levels=[(number[level], number[around[level]]) for level in levels], kernel=kernel, pieces=pieces,
+        levels=[(number[level], number[around[level]]) for level in levels], kernel=kernel,
     )
 
 

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_paged.attention.plan_prompts import Prompts
-from hf_paged.attention.spec import AttentionSpec
 from hf_paged.attention.triton_backend import TritonBackend
 from hf_paged.device.cuda import compute_capability
 from hf_paged.kernels._triton import on_device_of
-from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, positively_scaled
+from hf_paged.kernels.attention.types import AttentionOptions, AttentionSpec, PagedMetadata, positively_scaled
 from hf_paged.optional import install
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 
 class AttentionShape(NamedTuple):
@@ -32,72 +31,34 @@ class AttentionShape(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     block_size: int
-    has_window: bool = False
-
-
-class FlashCall(NamedTuple):
-    """One call in the words that both packages share. ``page_table`` [R, pages] int32: a line a row."""
-
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    meta: PagedMetadata
-    page_table: torch.Tensor
-    options: AttentionOptions
-
-    @property
-    def window_size(self) -> tuple[int, int]:
-        """Visible positions before and after a token, itself not counted; -1: all."""
-        window = self.options.window
-        return (-1, -1) if window is None else (window - 1, 0)
 
 
 @dataclass(frozen=True)
 class FlashPackage:
-    """How one package is found, what it takes, and how it is called."""
+    """How one package is found, what it takes, and how it is called.
+
+    ``layout`` returns the arguments that say which positions a row has, from the page table, [R, pages] int32.
+    """
 
     name: str
     module: str
     function: str
     needs: tuple[str, ...]  # arguments that an older release may lack
     majors: tuple[int, ...]  # major compute capabilities
-    refuse: Callable[[AttentionShape], str | None]  # the reason why not
-    call: Callable[[Callable[..., Any], FlashCall], Any]
+    layout: Callable[[PagedMetadata, torch.Tensor], dict[str, Any]]
+    pages_of_256: bool = False  # the block size has to be a multiple of 256
     extra: str | None = None  # of hf_paged, which brings it
     small_pages: bool = False  # cut larger blocks into pages that the kernel gathers slot by slot
 
 
-def _refuse(shape: AttentionShape) -> str | None:
-    if shape.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes fp16 and bf16, not {shape.dtype}"
-    if shape.head_dim > 256 or shape.head_dim % 8:
-        return f"takes a head_dim up to 256 that is a multiple of 8, not {shape.head_dim}"
-    return None
+def _layout_2(meta: PagedMetadata, page_table: torch.Tensor) -> dict[str, Any]:
+    cu_seqlens_k = torch.nn.functional.pad(meta.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    return {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": meta.max_seq_len, "block_table": page_table}
 
 
-def _refuse_2(shape: AttentionShape) -> str | None:
-    if shape.block_size % 256:
-        return f"takes a block_size that is a multiple of 256, not {shape.block_size}"
-    return _refuse(shape)
-
-
-def _call_2(function: Callable[..., Any], c: FlashCall) -> Any:
-    lengths = c.meta.seq_lens
-    cu_seqlens_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return function(
-        c.q, c.k_cache, c.v_cache, cu_seqlens_q=c.meta.query_start, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=c.meta.max_query_len, max_seqlen_k=c.meta.max_seq_len, softmax_scale=c.options.scale, causal=True,
-        window_size=c.window_size, softcap=c.options.softcap or 0.0, block_table=c.page_table,
-    )
-
-
-def _call_3(function: Callable[..., Any], c: FlashCall) -> Any:
+def _layout_3(meta: PagedMetadata, page_table: torch.Tensor) -> dict[str, Any]:
     # One split: the result then does not depend on the rest of the batch.
-    return function(
-        c.q, c.k_cache, c.v_cache, cache_seqlens=c.meta.seq_lens, page_table=c.page_table,
-        cu_seqlens_q=c.meta.query_start, max_seqlen_q=c.meta.max_query_len, softmax_scale=c.options.scale, causal=True,
-        window_size=c.window_size, softcap=c.options.softcap or 0.0, num_splits=1,
-    )
+    return {"cache_seqlens": meta.seq_lens, "page_table": page_table, "num_splits": 1}
 
 
 # In the order in which they are tried.
@@ -105,33 +66,31 @@ PACKAGES = (
     FlashPackage(
         "flash-attn 3", "flash_attn_interface", "flash_attn_with_kvcache",
         ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softcap", "num_splits"),
-        (9,), _refuse, _call_3, small_pages=True,
+        (9,), _layout_3, small_pages=True,
     ),
     FlashPackage(
         "flash-attn 2", "flash_attn", "flash_attn_varlen_func", ("softcap", "block_table"),
-        (8, 9, 10, 11, 12), _refuse_2, _call_2, extra="flash-attn",
+        (8, 9, 10, 11, 12), _layout_2, pages_of_256=True, extra="flash-attn",
     ),
 )
+
 
 @lru_cache(maxsize=64)
 def load(package: FlashPackage) -> tuple[Callable[..., Any] | None, str | None]:
     """Return the package's function, or None and the reason why it is not available."""
+    remedy = "" if package.extra is None else f": {install(package.extra)}"
     try:
         function = getattr(importlib.import_module(package.module), package.function, None)
     except ModuleNotFoundError as error:
-        return None, _not_installed(package, f"no module {error.name!r}")
+        return None, f"not installed (no module {error.name!r}){remedy}"
     except Exception as error:  # a binary made for another torch or CUDA fails in many ways
         return None, f"{package.module} cannot be imported ({type(error).__name__}: {error})"
     if function is None:
-        return None, _not_installed(package, f"{package.module} has no {package.function}")
+        return None, f"not installed ({package.module} has no {package.function}){remedy}"
     lacks = [name for name in package.needs if name not in inspect.signature(function).parameters]
     if lacks:
         return None, f"too old ({package.function} does not take {', '.join(lacks)})"
     return function, None
-
-
-def _not_installed(package: FlashPackage, why: str) -> str:
-    return f"not installed ({why}){'' if package.extra is None else f': {install(package.extra)}'}"
 
 
 @lru_cache(maxsize=64)
@@ -148,7 +107,15 @@ def why_not(package: FlashPackage, device: torch.device, shape: AttentionShape) 
         return f"needs an NVIDIA GPU, not {str(device)!r}"
     if major not in package.majors:
         return f"does not run on compute capability {major}.x"
-    return load(package)[1] or package.refuse(shape)
+    if (reason := load(package)[1]) is not None:
+        return reason
+    if package.pages_of_256 and shape.block_size % 256:
+        return f"takes a block_size that is a multiple of 256, not {shape.block_size}"
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes fp16 and bf16, not {shape.dtype}"
+    if shape.head_dim > 256 or shape.head_dim % 8:
+        return f"takes a head_dim up to 256 that is a multiple of 8, not {shape.head_dim}"
+    return None
 
 
 @lru_cache(maxsize=256)
@@ -165,11 +132,7 @@ def missing(spec: AttentionSpec) -> str | None:
 
 
 def flash_prefill(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    meta: PagedMetadata,
-    options: AttentionOptions,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata, options: AttentionOptions,
 ) -> torch.Tensor | None:
     """`paged_attention` by the first package that can carry it, else None.
 
@@ -179,9 +142,7 @@ def flash_prefill(
     # Drop a window that is longer than every row: the kernels for windows are slower.
     if options.window is not None and options.window >= meta.max_seq_len:
         options = replace(options, window=None)
-    block_size = k_cache.shape[1]
-    shape = AttentionShape(q.dtype, q.shape[2], block_size, options.window is not None)
-    package = choose(q.device, shape)
+    package = choose(q.device, AttentionShape(q.dtype, q.shape[2], k_cache.shape[1]))
     if package is None or not len(q):
         return None
     return run_package(package, q, k_cache, v_cache, meta, options)
@@ -205,11 +166,7 @@ def _cut_pages(page_table: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
 
 
 def run_package(
-    package: FlashPackage,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    meta: PagedMetadata,
+    package: FlashPackage, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
     options: AttentionOptions,
 ) -> torch.Tensor:
     """:func:`flash_prefill` by ``package``, which must be able to carry the call (:func:`why_not`)."""
@@ -221,8 +178,14 @@ def run_package(
     page_table = meta.block_table[:, :used].index_select(0, meta.slots)
     if package.small_pages:
         page_table, k_cache, v_cache = _cut_pages(page_table, k_cache, v_cache)
+    # Visible positions before and after a token, itself not counted; -1: all.
+    window_size = (-1, -1) if options.window is None else (options.window - 1, 0)
     with on_device_of(q):
-        out = package.call(function, FlashCall(q, k_cache, v_cache, meta, page_table, options))
+        out = function(
+            q, k_cache, v_cache, cu_seqlens_q=meta.query_start, max_seqlen_q=meta.max_query_len,
+            softmax_scale=options.scale, causal=True, window_size=window_size, softcap=options.softcap or 0.0,
+            **package.layout(meta, page_table),
+        )
     # Some releases return the log-sum-exp as well.
     out = out[0] if isinstance(out, (tuple, list)) else out
     return out.contiguous()

@@ -8,11 +8,11 @@ from functools import cache
 import numpy as np
 import torch
 
+from hf_paged.attention.plan_decode import numbered
 from hf_paged.attention.plan_prompts import PromptKernel, Prompts, hopper_rows
-from hf_paged.attention.spec import AttentionSpec
 from hf_paged.attention.triton_backend import TritonBackend
 from hf_paged.device.cuda import num_multiprocessors
-from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, PromptWork
+from hf_paged.kernels.attention.types import AttentionOptions, AttentionSpec, PagedMetadata, PromptWork
 from hf_paged.kernels.hopper import prefill_support
 from hf_paged.kernels.hopper.prefill_support import POSITIONS, packed_heads, takes, takes_rows, tile_tokens
 
@@ -81,8 +81,7 @@ def imbalance(num_new: np.ndarray, seq_lens: np.ndarray, tokens: int, bundles: i
         programs: among which items are dealt.
     """
     tiles = -(-num_new // tokens)
-    row = np.repeat(np.arange(len(num_new)), tiles)
-    number = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)  # within the row, its last tile first
+    row, number = numbered(np.arange(len(num_new)), tiles)  # within the row, its last tile first
     before = (tiles[row] - 1 - number) * tokens
     seen = seq_lens[row] - num_new[row] + np.minimum(before + tokens, num_new[row])
     # Rows begin at numbers that need no table: between two of them some belong to none.

@@ -12,16 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_paged.attention.choose_groups import GroupChoice, Kernel, choice_of, forest_of, worth_it
-from hf_paged.attention.plan_groups import group_items, number_pieces, row_entries
-from hf_paged.attention.spec import AttentionSpec
+from hf_paged.attention.plan_decode import group_items, number_pieces, numbered, row_entries
 from hf_paged.device.cuda import num_multiprocessors, shared_memory
 from hf_paged.kernels.attention._tile import padded_head_dim
-from hf_paged.kernels.attention.grouped_decode import grouped_config
-from hf_paged.kernels.attention.grouped_prefill import MIN_SPLIT
+from hf_paged.kernels.attention.grouped import MIN_SPLIT, grouped_config
 from hf_paged.kernels.attention.prefill import DEEP_SHARED_MEMORY, prefill_config
-from hf_paged.kernels.attention.types import PART_FIELDS
+from hf_paged.kernels.attention.types import PART_FIELDS, AttentionSpec
 from hf_paged.kernels.hopper.prefill_support import packed_heads, tile_tokens
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 # Times are in positions that a tile of a group's queries reads on a full machine, measured on an H200 for heads of 256
 # bytes (docs/notebook.md). The time to write and read a token's partial result of one KV head.
@@ -136,7 +134,7 @@ def plan_prompts(groups: PrefixGroups, prompts: Prompts, kernel: PromptKernel,
         return None
     before, pieces = number_pieces(choice, splits, num_tokens)
     part = np.cumsum(pieces) - pieces
-    row_of, place = _tokens_of(np.arange(len(num_new)), num_new)
+    row_of, place = numbered(np.arange(len(num_new)), num_new)
     return PromptPlan(
         group_items(choice, prompts.slots[row_of], splits, before),
         row_entries(choice, start[row_of] + place + 1, part, pieces), own_begin.astype(np.int32),
@@ -182,18 +180,12 @@ def _choose(groups: PrefixGroups, num_new: np.ndarray, row_tiles: np.ndarray,
     if not kept.any():
         return None
     begins = np.cumsum(num_new) - num_new
-    members, place = _tokens_of(begins[groups.members], num_new[groups.members])
+    members, place = numbered(begins[groups.members], num_new[groups.members])
     of_tokens = PrefixGroups(members + place, first, count, groups.begin, groups.end)
     choice = choice_of(of_tokens, parent, np.repeat(inner, num_new[groups.members]), kept, int(num_new.sum()),
                        kernel.shared)
     spared = np.maximum(groups.count[kept] - choice.tiles, 0)  # of readings, where each row would read once
     return choice._replace(saved_positions=int((spared * (choice.end - choice.begin)).sum()))
-
-
-def _tokens_of(what: np.ndarray, num_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each of `what` once for each of its row's new tokens, and the tokens' places among these."""
-    ends = np.cumsum(num_new)
-    return np.repeat(what, num_new), np.arange(int(ends[-1])) - np.repeat(ends - num_new, num_new)
 
 
 def _row_time(positions: np.ndarray, tiles: np.ndarray, rows: RowPrograms) -> float:

@@ -11,13 +11,11 @@ from hf_paged.attention.backend import AttentionBackend
 from hf_paged.attention.choose_groups import GroupChoice, choose_groups, group_kernel_of
 from hf_paged.attention.plan_decode import plan_items
 from hf_paged.attention.plan_prompts import PromptKernel, PromptPlan, Prompts, plan_prompts, prompt_kernel_of
-from hf_paged.attention.spec import AttentionSpec
 from hf_paged.kernels.attention.decode import decode_cta_slots, paged_attention_decode
-from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
-from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
+from hf_paged.kernels.attention.grouped import paged_attention_grouped, paged_attention_grouped_prefill
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
-from hf_paged.kernels.attention.types import AttentionOptions, GroupedWork, PagedMetadata, PromptWork
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.kernels.attention.types import AttentionOptions, AttentionSpec, GroupedWork, PagedMetadata, PromptWork
+from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

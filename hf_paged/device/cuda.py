@@ -1,11 +1,15 @@
-"""Properties of a device and its host, and functions of the device's allocator."""
+"""Properties of a device and its host, copies to the device, its allocator, and the lock of CUDA graph captures."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
-from functools import lru_cache
+import threading
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache, lru_cache
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -40,6 +44,28 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy a host array to the device without waiting: on CUDA from pinned memory, which torch keeps until then."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+@cache
+def captures(device: torch.device) -> tuple[list[torch.cuda.Stream], Any]:
+    """Return streams of a device that no engine captures on any more, and the lock that a capture holds.
+
+    The lock is re-entrant: code that holds it may map memory, which frees abandoned memory under the same lock.
+    """
+    return [], threading.RLock()
+
+
+def capture_lock(device: torch.device) -> AbstractContextManager:
+    """Return a context that excludes captures of other threads, for changes of memory pools and emptying the cache."""
+    return captures(device)[1] if device.type == "cuda" else nullcontext()
+
+
 def empty_cache() -> None:
     """Free the memory that torch caches; does nothing while another thread captures a graph, when torch refuses."""
     with suppress(RuntimeError):
@@ -48,11 +74,6 @@ def empty_cache() -> None:
 
 def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Return GPU memory that other code owns as a tensor [nbytes] uint8, which does not keep it alive."""
-    return torch.as_tensor(_Bytes(address, nbytes), dtype=torch.uint8, device=device)
-
-
-class _Bytes:
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2,
-        }
+    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2}
+    memory = SimpleNamespace(__cuda_array_interface__=interface)
+    return torch.as_tensor(memory, dtype=torch.uint8, device=device)

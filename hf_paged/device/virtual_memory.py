@@ -6,22 +6,132 @@ to be captured again.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 
-from hf_paged.device.cuda_driver import DriverError, VirtualMemoryDriver, find_driver
+from hf_paged.device.cuda import bytes_at, capture_lock, captures, empty_cache
 
 logger = logging.getLogger(__name__)
 
 _MOST_ADDRESSES = 1 << 46  # bytes; a GPU addresses 47 bits or more
 # Memory whose owner was garbage-collected during a capture, when it could not be freed; `sweep` frees it later.
 _abandoned: list[VirtualMemory] = []
+
+
+class DriverError(RuntimeError):
+    """An error of a driver call other than a lack of memory; the message names the call and its arguments."""
+
+
+class CudaDriver:
+    """CUDA's virtual memory management (cuMem...). Sizes and addresses are multiples of ``granularity`` bytes.
+
+    Raises:
+        DriverError: the device cannot map memory; of a method, an error of the driver.
+        torch.OutOfMemoryError: of a method, a lack of memory.
+    """
+
+    def __init__(self, cuda: Any, device: torch.device) -> None:
+        self._cuda, self._device = cuda, device
+        torch.cuda.mem_get_info(device)  # creates the CUDA context that driver calls need
+        attribute = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if not self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", index)):
+            raise DriverError(f"{device} has no virtual memory management")
+        self._properties = cuda.CUmemAllocationProp()
+        self._properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        location = cuda.CUmemLocation()
+        location.type, location.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index
+        self._properties.location = location
+        self._access = cuda.CUmemAccessDesc()
+        self._access.location = location
+        self._access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        smallest = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = int(self._call("cuMemGetAllocationGranularity", self._properties, smallest))
+
+    def reserve(self, nbytes: int) -> int:
+        """Reserve addresses, and return the first."""
+        return int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0))
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        """Free a whole reservation without mapped memory."""
+        self._call("cuMemAddressFree", address, nbytes)
+
+    def create(self, nbytes: int) -> int:
+        """Allocate memory without an address, and return its handle."""
+        return int(self._call("cuMemCreate", nbytes, self._properties, 0))
+
+    def release(self, handle: int) -> None:
+        """Free memory, at once or, if it is mapped, when it is unmapped."""
+        self._call("cuMemRelease", handle)
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        """Map memory to reserved addresses. It must not be accessed before `allow`."""
+        self._call("cuMemMap", address, nbytes, 0, handle, 0)
+
+    def allow(self, address: int, nbytes: int) -> None:
+        """Let the device read and write the memory mapped there, of one or several `map` calls."""
+        self._call("cuMemSetAccess", address, nbytes, [self._access], 1)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Undo one `map`. No running kernel may use the memory."""
+        self._call("cuMemUnmap", address, nbytes)
+
+    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+        return bytes_at(address, nbytes, self._device)
+
+    def finish(self, *, at_once: bool = False) -> bool:
+        """Wait for all work of the device, which a capture forbids. With ``at_once``, return False while one runs."""
+        if not at_once:
+            with capture_lock(self._device):
+                torch.cuda.synchronize(self._device)
+            return True
+        _, lock = captures(self._device)
+        if torch.cuda.is_current_stream_capturing() or not lock.acquire(blocking=False):
+            return False
+        try:
+            torch.cuda.synchronize(self._device)
+        finally:
+            lock.release()
+        return True
+
+    def num_free(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def free_cached(self) -> None:
+        with capture_lock(self._device):
+            empty_cache()
+
+    def current(self) -> AbstractContextManager:
+        return torch.cuda.device(self._device)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        status, *values = getattr(self._cuda, name)(*args)
+        if status == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY and name != "cuMemAddressReserve":
+            raise torch.OutOfMemoryError(f"{name}: no memory for {args[0]:,} bytes on {self._device}")
+        if status != self._cuda.CUresult.CUDA_SUCCESS:
+            numbers = ", ".join(str(arg) for arg in args if isinstance(arg, int))
+            raise DriverError(f"{name}({numbers}) on {self._device}: {status!r}")
+        return values[0] if values else None
+
+
+@lru_cache(maxsize=64)
+def find_driver(device: torch.device) -> CudaDriver | None:
+    """Return the device's driver; None if it cannot map memory (CPU, ROCm, no `cuda.bindings`, old or shared GPU)."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    try:
+        return CudaDriver(importlib.import_module("cuda.bindings.driver"), device)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        logger.info("hf_paged: no memory behind reserved addresses on %s: %s", device, error)
+        return None
 
 
 @dataclass
@@ -34,8 +144,7 @@ class _Piece:
     address: int
     nbytes: int
     handle: int | None = None
-    may_be_mapped: bool = False
-    is_mapped: bool = False
+    is_mapped: bool | None = False  # None: unknown
     is_ready: bool = False
 
 
@@ -60,8 +169,6 @@ class VirtualMemory:
     the driver refuses to free is kept in the books, and the next `release` tries again.
 
     Args:
-        driver: the driver of the device.
-        num_ranges: number of ranges, one after the other.
         range_bytes: size of each range, rounded up to the driver's granularity.
 
     Raises:
@@ -69,7 +176,7 @@ class VirtualMemory:
         DriverError: the driver cannot reserve the addresses.
     """
 
-    def __init__(self, driver: VirtualMemoryDriver, num_ranges: int, range_bytes: int) -> None:
+    def __init__(self, driver: CudaDriver, num_ranges: int, range_bytes: int) -> None:
         for name, value in (("num_ranges", num_ranges), ("range_bytes", range_bytes)):
             if value < 1:
                 raise ValueError(f"{name}={value!r}: expected a positive integer")
@@ -136,24 +243,24 @@ class VirtualMemory:
             self._driver.finish()
             self._give_back()
 
-    def close(self) -> None:
-        """Wait for the device, and free memory and addresses; after a device error, as many as the driver frees."""
-        self._close(self._driver.finish)
-
     def abandon(self) -> None:
         """Close in a finalizer, which may run inside any code, and so must not wait for a capture of another thread.
 
         Does nothing in a forked process: the memory belongs to the parent.
         """
         if os.getpid() == self._process:
-            self._close(self._driver.finish_at_once)
+            self.close(at_once=True)
 
-    def _close(self, finish: Callable[[], bool]) -> None:
+    def close(self, *, at_once: bool = False) -> None:
+        """Wait for the device, and free memory and addresses; after a device error, as many as the driver frees.
+
+        With ``at_once``, `sweep` does so later if the device cannot be waited for.
+        """
         if self._address is None:
             return
         try:
             with self._driver.current():
-                if self.nbytes and not finish():
+                if self.nbytes and not self._driver.finish(at_once=at_once):
                     _abandoned.append(self)
                     return
                 self._give_back()
@@ -183,7 +290,7 @@ class VirtualMemory:
 
     def _map(self, piece: _Piece) -> None:
         piece.handle = self._driver.create(piece.nbytes)
-        piece.may_be_mapped = True
+        piece.is_mapped = None
         self._driver.map(piece.address, piece.nbytes, piece.handle)
         piece.is_mapped = True
         self._driver.allow(piece.address, piece.nbytes)
@@ -209,15 +316,15 @@ class VirtualMemory:
             raise errors[0]
 
     def _take_down(self, piece: _Piece) -> None:
-        if piece.may_be_mapped:
-            was_mapped, piece.is_mapped = piece.is_mapped, False  # unknown after an interrupt, and then not an error
+        if piece.is_mapped is not False:
+            was_mapped, piece.is_mapped = piece.is_mapped, None  # unknown after an interrupt, and then not an error
             try:
                 self._driver.unmap(piece.address, piece.nbytes)
             except DriverError:
                 piece.is_mapped = was_mapped
                 if was_mapped:
                     raise
-            piece.may_be_mapped = False
+            piece.is_mapped = False
         handle, piece.handle = piece.handle, None  # first: to release it twice may free memory with the same handle
         if handle is not None:
             try:

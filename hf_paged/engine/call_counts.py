@@ -26,15 +26,12 @@ class CallCounts:
         """Return the counts of every path in `PATHS`."""
         with self._lock.rlock:
             counts = dict(self._counts)
-        return {path: self._of_path(path, counts) for path in PATHS}
-
-    @staticmethod
-    def _of_path(path: str, counts: dict[tuple[str, str | None], tuple[int, int]]) -> CallStats:
-        found = {reason: CallStats(*count, {}) for (of, reason), count in counts.items() if of == path}
-        return CallStats(
-            sum(count.num_calls for count in found.values()), sum(count.num_tokens for count in found.values()),
-            {reason: count for reason, count in found.items() if reason is not None},
-        )
+        stats = {path: CallStats(0, 0, {}) for path in PATHS}
+        for (path, reason), (calls, tokens) in counts.items():
+            of = stats[path]
+            by_reason = of.by_reason if reason is None else {**of.by_reason, reason: CallStats(calls, tokens, {})}
+            stats[path] = CallStats(of.num_calls + calls, of.num_tokens + tokens, by_reason)
+        return stats
 
     def is_first_warning(self, reason: Reason) -> bool:
         """Return whether this is the first call for this kind of reason."""

@@ -1,6 +1,6 @@
 """The thread that steps an engine for callers whose own threads must not wait for a step.
 
-A caller submits requests in an `EngineCall`, whose sink (an event loop, a queue) gets their outputs. All calls of a
+A caller submits requests in an `OutputSink`, whose sink (an event loop, a queue) gets their outputs. All calls of a
 thread share its steps. The thread and other threads that step the engine take turns (`FairLock`).
 """
 
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.engine_call import EngineCall
-from hf_paged.engine.session import NewRequest, Session
+from hf_paged.engine.session import Session
+from hf_paged.options.request_spec import RequestSpec
+from hf_paged.outputs import StepOutput
 from hf_paged.process_lock import ProcessCondition
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,29 @@ _threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 class _MyPauses(threading.local):
     count = 0  # `pause` blocks that this thread is inside of
+
+
+class OutputSink:
+    """Requests in one session of an engine, and the sink of their outputs. The methods are called by `EngineThread`.
+
+    Attributes:
+        num_open: Requests that have not ended, as the thread counts them.
+    """
+
+    def __init__(self, *, stream: bool, text: bool = True) -> None:
+        self.session = Session(stream=stream, text=text)
+        self.num_open = 0
+
+    def take(self, outputs: list[StepOutput]) -> None:
+        """Hand over the outputs of a step, at least one."""
+        raise NotImplementedError
+
+    def fail(self, error: BaseException | None) -> None:
+        """Report that all open requests ended without an output, by this error or (None) as the engine was closed."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End the open requests, since the thread is about to end; requests that stay open fail."""
 
 
 class EngineThread:
@@ -55,7 +79,7 @@ class EngineThread:
         self._find_engine, self._lingers, self._after_turn, self._on_end = find_engine, lingers, after_turn, on_end
         self._condition = ProcessCondition()
         self._actions: list[Callable[[], None]] = []
-        self._calls: list[EngineCall] = []  # calls with open requests; only the thread uses this list
+        self._calls: list[OutputSink] = []  # calls with open requests; only the thread uses this list
         self._thread: threading.Thread | None = None
         self._engine: Engine | None = None  # while a thread runs
         self._stop = _RUN
@@ -71,12 +95,10 @@ class EngineThread:
 
     @property
     def engine(self) -> Engine:
-        """The engine, while the thread runs."""
         assert self._engine is not None
         return self._engine
 
     def is_running(self) -> bool:
-        """Return whether the thread runs."""
         self.check_process()
         return self._thread is not None and self._thread.is_alive()
 
@@ -90,11 +112,8 @@ class EngineThread:
         """Whether no thread runs that takes actions."""
         return self._engine is None
 
-    def start(self) -> None:
-        """Start a thread if none runs; raises what `find_engine` raises."""
-        self._start(_RUN)
-
-    def _start(self, stop: int) -> None:
+    def start(self, stop: int = _RUN) -> None:
+        """Start a thread if none runs; raises what `find_engine` raises. ``stop``: as `stop` would set it at once."""
         with self.changed:
             self._engine, self._stop, self.fatal_error = self._find_engine(), stop, None
             self._thread = threading.Thread(target=self._run, name="hf_paged engine thread", daemon=True)
@@ -110,7 +129,7 @@ class EngineThread:
 
     def _start_for_actions(self) -> None:
         if self._lingers and self._actions and self._engine is None:
-            self._start(_NOW if self._stop == _NOW else _RUN)  # the next thread lingers, however this one ended
+            self.start(_NOW if self._stop == _NOW else _RUN)  # the next thread lingers, however this one ended
 
     def stop(self, *, now: bool) -> None:
         """Have the thread end when all requests are done or, with ``now``, before the next step.
@@ -173,7 +192,7 @@ class EngineThread:
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
-    def add(self, call: EngineCall, requests: list[NewRequest]) -> list[str | ValueError]:
+    def add(self, call: OutputSink, requests: list[RequestSpec]) -> list[str | ValueError]:
         """Queue requests of a call, as `Engine.add_all` does."""
         try:
             added = self.engine.add_all(call.session, requests)
@@ -186,13 +205,13 @@ class EngineThread:
             self._calls.append(call)
         return added
 
-    def drop(self, call: EngineCall) -> None:
+    def drop(self, call: OutputSink) -> None:
         """End the requests of a call, without an output."""
         if call in self._calls:
             self._calls.remove(call)
             self._end_requests(call)
 
-    def _end_requests(self, call: EngineCall) -> None:
+    def _end_requests(self, call: OutputSink) -> None:
         session, call.session, call.num_open = call.session, Session(call.session.stream, call.session.text), 0
         try:
             self.engine.close_session(session)

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from hf_paged.config import PagedConfig
+from hf_paged.engine.engine_registry import HeapHold
 from hf_paged.engine.features import StepFeature
 from hf_paged.engine.features.adapters import Adapters
 from hf_paged.engine.features.deadlines import Deadlines
 from hf_paged.engine.features.drafts import Speculation
 from hf_paged.engine.features.feature_set import FeatureSet
 from hf_paged.engine.features.grammars import PendingMasks, StructuredOutput
+from hf_paged.engine.features.kernel_waits import KernelWaits
 from hf_paged.engine.features.lockstep import JoiningRows
 from hf_paged.engine.features.log_probs import LogProbs
 from hf_paged.engine.features.stop_rules import StopRules
 from hf_paged.engine.features.streaming import Streaming
 from hf_paged.engine.features.text import Text
 from hf_paged.engine.features.versions import Versions
-from hf_paged.engine.frozen_heap import HeapHold
-from hf_paged.engine.grammars import Grammars
 from hf_paged.engine.lockstep import BlockShortage, LockstepBatch
 from hf_paged.engine.observer import Observers
-from hf_paged.engine.request_maker import RequestMaker
-from hf_paged.engine.request_table import RequestTable
-from hf_paged.engine.session import Request, failed_output
+from hf_paged.engine.session import Request, Session, failed_output
+from hf_paged.engine.structured.grammars import Grammars
 from hf_paged.errors import EngineClosedError
-from hf_paged.guards.capturing import no_capturing
+from hf_paged.kernels.build.kernel_log import StepDelays
 from hf_paged.models import ModelExecutor
-from hf_paged.outputs import StepOutput
-from hf_paged.runner.device import DevicePool
+from hf_paged.options.request_spec import RequestSpec
+from hf_paged.runner.memory import DevicePool
 from hf_paged.runner.model_runner import ModelRunner, StepHandle
 from hf_paged.runner.weights import WeightsGuard
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, StepPlan
@@ -51,12 +50,14 @@ class EngineState:
     Not thread-safe: the engine holds its lock around every call.
 
     Attributes:
-        requests: the unfinished requests by id.
+        requests: the unfinished requests by id. Only `drop` and `abandon` take requests out.
         batches: the open lockstep calls, whose callers pick their tokens themselves.
+        joining: the part of these rows in steps.
         dirty: the scheduler or the runner may be in the middle of a change; stays set after an interrupt.
         weights_in_doubt: a caller may have written the weights; set from then on until the end of `weights_written`.
         control_flag: (sharded models) a committed step announced commands of rank 0.
         failed_here: (sharded models) ids of requests that failed on this rank alone.
+        delays: what steps lost to compiling and capturing.
         totals: counters; for values that the scheduler counts, the sums of earlier schedulers.
     """
 
@@ -79,17 +80,18 @@ class EngineState:
             Speculation(is_on=config.speculation and not is_parallel),  # plans of ranks have to agree
             StopRules(),
             Streaming(),
+            KernelWaits(lambda needs: core.runner.missing_kernels(
+                needs.stages, needs.scored, masked=needs.masked, named=needs.named), lambda: core.may_wait_for_kernels),
         ), lambda request, error: core._fail(request, error), lambda request, reason: core.end(request, reason))
-        self.make_request = RequestMaker(executor, config, self.pool, self.features).make
         self.scheduler: Scheduler | None = None
         self._resting: tuple[ModelRunner, Scheduler] | None = None  # of a released pool, to be used again
-        self._table = RequestTable(self.features)
-        self.requests = self._table.by_id
+        self._requests: dict[str, Request] = {}
+        self.requests: Mapping[str, Request] = MappingProxyType(self._requests)
+        self._arrivals: dict[str, Request] = {}  # requests that no step has received yet
         self.observers = Observers()
         self._heap_hold = HeapHold()
         self.batches: list[LockstepBatch] = []
-        self._joining = JoiningRows(core, self.batches, self.features[Adapters])
-        self._batch_numbers = itertools.count()
+        self.joining = JoiningRows(core, self.batches, self.features[Adapters])
         self._in_flight: tuple[StepPlan, StepHandle] | None = None
         self.dirty = False
         self.weights_in_doubt = False
@@ -101,6 +103,7 @@ class EngineState:
         self._waited: tuple[float, float] | None = None  # when the wait for the step in flight began and ended
         self._committing: tuple[StepPlan, np.ndarray] | None = None  # the plan, and the rows whose tokens were accepted
         self._state_key = b""  # state key of the model for which the runner was prepared
+        self.delays = StepDelays()
         self.totals = dict.fromkeys(
             ("preemptions", "generated", "prefill", "steps", "queries", "hits", "drafts", "accepted drafts"), 0
         )
@@ -112,28 +115,30 @@ class EngineState:
     @property
     def owes_requests(self) -> bool:
         """Whether rows of lockstep calls have to wait, since requests are owed steps without them."""
-        return bool(self.requests) and not self._joining.may_join()
+        return bool(self.requests) and not self.joining.may_join()
 
-    def end_orphans(self) -> None:
-        """Call `JoiningRows.end_orphans`."""
-        self._joining.end_orphans()
+    def make_request(self, spec: RequestSpec, session: Session) -> Request:
+        """Return a request with the features that it uses, which is not queued yet.
 
-    def free_blocks_for(self, asking: LockstepBatch | None) -> BlockShortage:
-        """Call `JoiningRows.free_blocks_for`."""
-        return self._joining.free_blocks_for(asking)
-
-    def count_batch(self) -> int:
-        """Return a number above all earlier ones."""
-        return next(self._batch_numbers)
+        Raises:
+            ValueError: settings that the device's tables cannot hold, or that a feature refuses.
+        """
+        request = Request.of(spec, session, vocab_size=self._executor.vocab_size,
+                             max_model_len=self.pool.max_model_len, on_weight_change=self._config.on_weight_change)
+        self.features.admit(request)
+        return request
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         self.dirty = True
         scheduler = self.scheduler_or_build()
-        end = None if request.made is None else self._resumed_end(request)
+        end = None if request.spec.previous is None else self._resumed_end(request)
         if end is None:
             scheduler.add(request.sequence)
-        self._table.add(request, arrives=end is None)
+        # The session comes second: after an interrupt in between, a request that no session has open is dropped.
+        self._requests[request.request_id] = request.session.open[request.request_id] = request
+        if end is None:
+            self._arrivals[request.request_id] = request
+        self.features.add(request)
         if self.observers.all:
             self.observers.tell("queued", request)
         if end is not None:
@@ -143,11 +148,11 @@ class EngineState:
 
     def _resumed_end(self, request: Request) -> str | None:
         """Return the finish reason of a request whose earlier output is complete already, else None."""
-        assert request.made is not None
+        assert request.spec.previous is not None
         if not request.sequence.max_new_tokens:  # the prompt is to be scored, and there is no output
             return None
         try:
-            ends = self.features.start_over(request, request.made.token_ids)
+            ends = self.features.start_over(request, request.spec.previous.token_ids)
         except Exception as error:
             request.error = f"this request failed: {error!r}"
             return "error"
@@ -160,8 +165,10 @@ class EngineState:
         return bool(self.requests or (self.batches and any(not batch.is_orphan for batch in self.batches)))
 
     def note_use(self) -> None:
-        """Update the hold on the process's frozen heap, after requests or lockstep calls may have come or ended."""
-        self._heap_hold.note(self.is_in_use)
+        """Note that requests or lockstep calls may have come or ended, for what happens while the engine is idle."""
+        is_in_use = self.is_in_use
+        self._heap_hold.note(is_in_use)
+        self.pool.warm_up.saver.note(is_in_use)
 
     @property
     def is_idle(self) -> bool:
@@ -174,14 +181,18 @@ class EngineState:
         No other code makes completions. Tokens in flight are dropped; the request's blocks are freed when the step in
         flight is committed (see `drain`).
         """
-        if request not in self._table:
+        if not self.has(request):
             return
         if error is not None:
             request.error = error
         with self._undivided():
             if self.scheduler is not None:
                 self.scheduler.finish(request.sequence, reason)
-            output = self._last_output(request)
+            try:
+                output = request.completed()
+            except Exception as failure:
+                message = request.error or f"this request failed at its end: {failure!r}"
+                output = failed_output(request.sequence, request.num_emitted, message)
             request.session.hand_out(request, output, request.num_emitted + len(output.new_token_ids))
             self.drop(request)
             if self.observers.all:
@@ -202,16 +213,18 @@ class EngineState:
         finally:
             self.stepping_thread = outer
 
-    def _last_output(self, request: Request) -> StepOutput:
-        try:
-            return request.completed()
-        except Exception as failure:
-            message = request.error or f"this request failed at its end: {failure!r}"
-            return failed_output(request.sequence, request.num_emitted, message)
+    def has(self, request: Request) -> bool:
+        """Return whether the request is unfinished; another one may have got its id."""
+        return self._requests.get(request.request_id) is request
 
     def drop(self, request: Request) -> None:
-        """Remove a request without a completion: no caller waits for it, or the completion was handed out."""
-        self._table.remove(request)
+        """Remove a request, whose completion was handed out or is not wanted, from its session and all tables."""
+        if request.is_open:
+            del request.session.open[request.request_id]  # first, for the same reason as in `add`
+        if self.has(request):
+            self._arrivals.pop(request.request_id, None)
+            del self._requests[request.request_id]
+            self.features.remove(request)  # last: an exception of a feature must not end the request a second time
 
     def refuse(self, request: Request, error: str) -> None:
         """End a new request that cannot run, with an error."""
@@ -254,12 +267,10 @@ class EngineState:
 
     @property
     def model(self) -> Any:
-        """The model whose modules the steps run."""
         return self._executor.model
 
     @property
     def device(self) -> torch.device:
-        """The model's device."""
         return self._executor.kv_spec().device
 
     @property
@@ -267,6 +278,12 @@ class EngineState:
         """The runner of steps; there must be a pool."""
         assert self.pool.runner is not None
         return self.pool.runner
+
+    @property
+    def may_wait_for_kernels(self) -> bool:
+        """Whether a request may wait for its kernels while others run; ranks of a sharded model run all together."""
+        runner = self.pool.runner
+        return runner is not None and runner.device.type == "cuda" and not self._executor.group.is_parallel
 
     @property
     def weights_version(self) -> int:
@@ -277,12 +294,19 @@ class EngineState:
         if self.scheduler is None:
             with self._at_work():
                 runner = self.pool.build()
+            self.delays.is_ready |= self.pool.warm_up.is_done
             resting, self._resting = self._resting, None
             if resting is not None and resting[0] is runner and resting[1].num_blocks == runner.cache.num_blocks:
                 self.scheduler = resting[1]  # reused: making a hundred thousand block objects takes longer than mapping
             else:
                 self.scheduler = self._new_scheduler(runner.cache.num_blocks)
         return self.scheduler
+
+    def warm_up(self) -> None:
+        """Do what ``warmup="full"`` does once there is a pool; while requests run, nothing."""
+        if not self.is_in_use:
+            with self.changing():
+                self.pool.warm_up.get_ready(self.runner, is_full=True)
 
     def _new_scheduler(self, num_blocks: int) -> Scheduler:
         config = SchedulerConfig(
@@ -292,11 +316,13 @@ class EngineState:
         )
         core = weakref.proxy(self)  # weak: this object holds the scheduler
         return Scheduler(config, on_shortage=self.pool.grow, on_few_slots=self.runner.grow_slots,
-                         on_stuck=lambda: core.free_blocks_for(None) is not BlockShortage.NONE)
+                         on_stuck=lambda: core.joining.free_blocks_for(None) is not BlockShortage.NONE)
 
     def abandon(self) -> None:
         """Drop all requests and the pool at once, for a sharded model that communicates with no other rank any more."""
-        self._table.clear()
+        self._arrivals.clear()
+        self._requests.clear()
+        self.features.keep(())
         self._in_flight, self._pending, self.dirty = None, None, False
         self._tell_of_new_start()
         self.note_use()
@@ -317,10 +343,10 @@ class EngineState:
             self._resting = runner, scheduler
 
     def _forget_pool(self) -> None:
-        self._joining.lose()
+        self.joining.lose()
         self._retire_scheduler()
         self._resting = None
-        self.features.lose_steps()
+        self.features.call("lose_steps")
         self._guard.forget()
 
     def _retire_scheduler(self) -> None:
@@ -342,9 +368,9 @@ class EngineState:
         if self._executor.group.is_parallel:
             raise EngineClosedError("a step of a sharded model was interrupted: expected a new PagedGenerator")
         self._in_flight = self._pending = self._waited = self._committing = None
-        self.features.lose_steps()
+        self.features.call("lose_steps")
         self._guard.forget()
-        self._joining.lose()
+        self.joining.lose()
         self._retire_scheduler()
         self.scheduler = self._new_scheduler(self.pool.num_blocks) if self.pool.num_blocks else None
         for request in list(self.requests.values()):  # the interrupt may have come while one was added or ended
@@ -355,7 +381,7 @@ class EngineState:
         self.features.keep(self.requests.values())
         for request in list(self.requests.values()):
             self._start_again(request)
-        self._table.arrive_again()
+        self._arrivals = dict(self._requests)
         self._tell_of_new_start()
         self.dirty = False
 
@@ -389,16 +415,15 @@ class EngineState:
             self.dirty = False
 
     def follow_stream(self) -> None:
-        """Order this thread's CUDA stream: its next work runs behind the last step, and the next step behind that work.
-        """
+        """Order this thread's CUDA stream: its next work runs behind the last step, and the next step behind it."""
         if self.pool.runner is not None:
             self.pool.runner.follow_stream()
 
 
 @contextmanager
 def ambient(device: torch.device) -> Iterator[None]:
-    """Set the global state that the engine needs, whatever the caller's is: the model's GPU current; autocast, default
-    device and collectors of outputs off.
+    """Set the global state that the engine needs, whatever the caller's is: the model's GPU current; autocast and
+    default device off.
 
     The default dtype is not set, since all threads share it; no tensor of the engine depends on it.
     """
@@ -407,7 +432,7 @@ def ambient(device: torch.device) -> Iterator[None]:
     default = torch.device(device) if has_default else nullcontext()
     casts = torch.is_autocast_enabled(device.type)
     autocast = torch.autocast(device.type, enabled=False) if casts else nullcontext()
-    with autocast, default, no_capturing():
+    with autocast, default:
         if device.type == "cuda":
             with torch.cuda.device(device):
                 yield

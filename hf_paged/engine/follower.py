@@ -22,7 +22,7 @@ from hf_paged.parallel.worker import meanwhile
 
 @dataclass(frozen=True)
 class Follower:
-    """A `worker.Job`. Arguments as of `PagedGenerator.from_pretrained`."""
+    """A job of `launch`. Arguments as of `PagedGenerator.from_pretrained`."""
 
     path: str
     dtype: str | torch.dtype
@@ -73,11 +73,16 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
     if device.index not in (None, 0) or device.type not in ("cuda", "cpu"):
         raise ValueError(f"device={str(device)!r}: expected 'cuda', of which the ranks take 0 to {size - 1}, or 'cpu'")
     if not is_leading() and (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
-        yield _load_here(path_or_id, size, dtype, device, files or {}), None
+        from hf_paged.parallel.loading import load
+
+        check_world(size)  # before this rank's GPU is made current
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+        own = rank_device(device.type, int(os.environ.get("LOCAL_RANK", rank)))
+        yield load(str(path_or_id), join(rank, size, own), dtype=dtype, device=own, files=files or {}), None
         return
     workers = launch(size, Follower(str(path_or_id), dtype, device.type, config, files or {}), device.type)
     try:
-        from hf_paged.engine.engine import rehearse
+        from hf_paged.engine.locked_core import rehearse
         from hf_paged.parallel.loading import load
 
         own = rank_device(device.type, 0)
@@ -89,14 +94,3 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
     except BaseException:
         workers.close()
         raise
-
-
-def _load_here(path_or_id: str | os.PathLike, size: int, dtype: str | torch.dtype, device: torch.device,
-               files: dict[str, Any]) -> Any:
-    """Load this rank's model where every rank runs this script."""
-    from hf_paged.parallel.loading import load
-
-    check_world(size)  # before this rank's GPU is made current
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
-    own = rank_device(device.type, int(os.environ.get("LOCAL_RANK", rank)))
-    return load(str(path_or_id), join(rank, size, own), dtype=dtype, device=own, files=files)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from hf_paged.device.upload import upload
-from hf_paged.runner.model_runner import ModelRunner
-from hf_paged.runner.request_state import SlotParameters
-from hf_paged.scheduler import Scheduler, Sequence, StepPlan
+from hf_paged.device.cuda import upload
+from hf_paged.options.request_spec import RequestSpec
+from hf_paged.sampling.slot_row import SlotRow
+from hf_paged.scheduler import Sequence, StepPlan
 from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, RowMoves
 
 # Seconds after the last answer from which rows that wait for no logits may lose their blocks to other rows: the caller
@@ -31,27 +32,6 @@ class BlockShortage(enum.Enum):
     NONE = enum.auto()
 
 
-class Core(Protocol):
-    """The part of `EngineCore` that a batch uses."""
-
-    totals: dict[str, int]
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def runner(self) -> ModelRunner: ...
-    @property
-    def weights_version(self) -> int: ...
-    def count_batch(self) -> int: ...
-    def changing(self) -> AbstractContextManager: ...
-    def scheduler_or_build(self) -> Scheduler: ...
-    def receive_rows(self, prompts: list[Sequence]) -> None: ...
-    def model_changed(self) -> bool: ...
-    def weights_moved(self) -> bool: ...
-    def trust_cache(self) -> None: ...
-    def free_blocks_for(self, asking: LockstepBatch) -> BlockShortage: ...
-
-
 class LockstepBatch:
     """Paged forwards over rows that all advance by the same number of tokens a step.
 
@@ -60,30 +40,28 @@ class LockstepBatch:
     batch keeps their tokens, which the next query computes again.
 
     Args:
-        core: the engine's loop.
+        core: the engine's loop (`EngineCore`, which imports this module).
         held: holds the engine's lock, between two steps.
         drive: steps the engine until `is_waiting` is False.
         call: a weak reference to an object that lives as long as the call.
-        prompts: R lists of token ids.
-        max_new_tokens: the most tokens that a row may have after its prompt.
-        cache_salt: `RequestSettings.cache_salt` of all rows.
-        adapters: `RequestSettings.adapter_name` of each row.
+        specs: the R rows, as in `Engine.lockstep`.
     """
 
-    def __init__(self, core: Core, held: Callable[[], AbstractContextManager],
+    _numbers = itertools.count()
+
+    def __init__(self, core: Any, held: Callable[[], AbstractContextManager],
                  drive: Callable[[LockstepBatch], None], call: Callable[[], object | None],
-                 prompts: list[list[int]], max_new_tokens: int, cache_salt: bytes, adapters: list[str | None]) -> None:
+                 specs: list[RequestSpec]) -> None:
         self.rows: LockstepRows | None = None
         self.thread = threading.get_ident()
-        self.arrival = core.count_batch()
-        self._core, self._held, self._drive, self._call, self._salt = core, held, drive, call, cache_salt
-        self._max_tokens = max(map(len, prompts)) + max_new_tokens
-        self._prompts = prompts
-        self.adapters = adapters
+        self.arrival = next(self._numbers)
+        self._core, self._held, self._drive, self._call = core, held, drive, call
+        self._specs = specs
+        self._most_new = specs[0].max_new_tokens  # of each row
+        self._max_tokens = max(map(len, self._prompts)) + self._most_new
         self.has_checked_adapters = False  # for the model as it is now
-        self._tokens: torch.Tensor | None = None  # [R, max_new_tokens] int32 on the device: tokens after the prompts
+        self._tokens: torch.Tensor | None = None  # [R, most new tokens] int32 on the device: tokens after the prompts
         self._count = 0  # columns of `_tokens` that are known
-        self._max_new_tokens = max_new_tokens
         self._asked: torch.Tensor | None = None  # [R, n] int64: the query's tokens, n = 0 for the prompts' own logits
         self._answer: torch.Tensor | Exception | None = None
         self._answered_at = time.monotonic()
@@ -95,6 +73,15 @@ class LockstepBatch:
         self._ahead: StepPlan | None = None  # a plan, made ahead, for the next token of every row
         self._is_reordered = False
         self._version: int | None = None  # weights version at the first token; None if the model changed since then
+
+    @property
+    def adapters(self) -> list[str | None]:
+        """`RequestSpec.adapter_name` of each row."""
+        return [spec.adapter_name for spec in self._specs]
+
+    @property
+    def _prompts(self) -> list[list[int]]:
+        return [spec.prompt for spec in self._specs]
 
     # -- the caller's side ------------------------------------------------------------------------------------------
 
@@ -110,8 +97,8 @@ class LockstepBatch:
             torch.OutOfMemoryError: the device lacks the memory for the blocks.
             ValueError: more tokens than these rows were made for.
         """
-        if self._count + tokens.shape[1] > self._max_new_tokens:
-            length = self._max_tokens - self._max_new_tokens + self._count + tokens.shape[1]
+        if self._count + tokens.shape[1] > self._most_new:
+            length = self._max_tokens - self._most_new + self._count + tokens.shape[1]
             raise ValueError(f"{length} tokens in a row that was made for {self._max_tokens}")
         return self._ask(tokens)
 
@@ -123,7 +110,7 @@ class LockstepBatch:
             with self._core.changing():
                 self._take_back()
             rows, self._places, self._is_reordered = self.rows, None, True
-            self._prompts = [self._prompts[parent] for parent in parents]
+            self._specs = [self._specs[parent] for parent in parents]
             if self._tokens is not None:
                 with self._core.changing():
                     self._tokens = self._tokens[upload(np.array(parents, np.int64), self._core.device)]
@@ -134,7 +121,7 @@ class LockstepBatch:
                             self._follow(rows, rows.reorder(parents))
                             break
                         except OutOfBlocksError:
-                            if self._core.free_blocks_for(self) is not BlockShortage.FREE:
+                            if self._core.joining.free_blocks_for(self) is not BlockShortage.FREE:
                                 self.give_back()
 
     def crop(self, num_tokens: int) -> None:
@@ -149,7 +136,7 @@ class LockstepBatch:
                         self.give_back()
             self._count -= num_tokens
             if self._count < 0:
-                self._prompts = [prompt[: self._count] for prompt in self._prompts]
+                self._specs = [spec.but(prompt=spec.prompt[: self._count]) for spec in self._specs]
                 self._count = 0
             self._core.totals["generated"] -= num_tokens * len(self._prompts)
 
@@ -173,7 +160,10 @@ class LockstepBatch:
             self._take_back()
             complete = self._chunks is None and len(rows) == len(rows.slots)
             if complete and self._version == core.weights_version and not core.weights_moved():
-                history = self._known_tokens()
+                history = self._prompts
+                if self._tokens is not None:
+                    new = self._tokens[:, : self._count].tolist()
+                    history = [prompt + row for prompt, row in zip(history, new, strict=True)]
                 longest = max(map(len, history))
                 rows.publish(np.array([row + [0] * (longest - len(row)) for row in history], np.int32))
             self.give_back()
@@ -269,12 +259,16 @@ class LockstepBatch:
         if self._stream is not None and self._stream != (current := torch.cuda.current_stream(runner.device)):
             current.wait_stream(self._stream)  # the caller's stream may still compute the tokens
         if num_new == 0:
-            self.answer(self._take_logits())
+            logits, self._logits = torch.cat(self._logits), []  # of the last known token of every row
+            self.answer(logits)
             return None
         if num_new > 1:
             self._core.model_changed()
+            self._take_back()
         self._logits = []
-        plan = self._next_plan(self.rows, num_new)
+        plan, self._ahead = self._ahead, None
+        if plan is None:
+            plan = self.rows.decode_plan(num_new)
         self._set_tokens(plan, self._asked.to(runner.device))
         if num_new == 1:
             return plan
@@ -283,17 +277,11 @@ class LockstepBatch:
 
     def plan_ahead(self) -> None:
         """Plan the next token of every row ahead, while no other rows or requests compete for blocks."""
-        if self.rows is None or self._is_reordered or self._count >= self._max_new_tokens:
+        if self.rows is None or self._is_reordered or self._count >= self._most_new:
             return
         with suppress(OutOfBlocksError):  # raised again by the query for the next token, if one comes
             self._ahead = self.rows.decode_plan()
             self._core.runner.make_ready(self._ahead)
-
-    def _next_plan(self, rows: LockstepRows, num_new: int) -> StepPlan:
-        if num_new > 1:
-            self._take_back()
-        plan, self._ahead = self._ahead, None
-        return rows.decode_plan(num_new) if plan is None else plan
 
     def _take_back(self) -> None:
         """Drop the plan that was made ahead, with the blocks of its tokens."""
@@ -307,8 +295,7 @@ class LockstepBatch:
         count, num_new = self._asked.shape
         if num_new:
             if self._tokens is None:
-                shape = count, self._max_new_tokens
-                self._tokens = torch.zeros(shape, dtype=torch.int32, device=self._core.device)
+                self._tokens = torch.zeros(count, self._most_new, dtype=torch.int32, device=self._core.device)
             self._tokens[:, self._count : self._count + num_new] = self._asked
         logits = logits.view(count, max(1, num_new), -1)
         self._core.totals["generated"] += count * max(1, num_new)
@@ -319,9 +306,9 @@ class LockstepBatch:
     def _begin(self) -> None:
         """Get slots for the rows, and begin to compute all tokens known so far."""
         core = self._core
-        arrivals = [Sequence("lockstep", prompt, max_new_tokens=1, cache_salt=self._salt, adapter=adapter)
-                    for prompt, adapter in zip(self._prompts, self.adapters, strict=True)]
-        core.receive_rows(arrivals)
+        arrivals = [Sequence("lockstep", spec.prompt, max_new_tokens=1, cache_salt=spec.cache_salt,
+                             adapter=spec.adapter_name) for spec in self._specs]
+        core.receive(arrivals)
         self.rows = LockstepRows(core.scheduler_or_build(), arrivals, self._max_tokens)
         self._chunks, self._logits = self._compute(self.rows), []
 
@@ -331,7 +318,7 @@ class LockstepBatch:
         plans = rows.prompt_plans()
         while not rows.has_planned_prompts:
             plan = next(plans)
-            settings = [SlotParameters(max_length=max_length, adapter=seq.adapter) for seq in plan.admitted]
+            settings = [SlotRow.of(max_length=max_length, adapter=seq.adapter) for seq in plan.admitted]
             self._logits.append(core.runner.logits(plan, settings))
             core.totals["steps"] += 1
             core.totals["prefill"] += plan.num_tokens
@@ -346,7 +333,7 @@ class LockstepBatch:
             self._follow(rows, moves)
             # The slots may hold the state of earlier requests.
             tables = [seq.block_table for seq in rows.sequences]
-            settings = [SlotParameters(max_length=max_length, adapter=adapter) for adapter in self.adapters]
+            settings = [SlotRow.of(max_length=max_length, adapter=adapter) for adapter in self.adapters]
             core.runner.state.admit(rows.slots.tolist(), self._prompts, tables, settings)
             self._logits = [torch.cat(self._logits)[upload(moves.parents, core.device)]]
         # Tokens after the prompts, of rows that lost their blocks: behind the fork, so that equal prompts share blocks.
@@ -363,11 +350,6 @@ class LockstepBatch:
             core.totals["prefill"] += plan.num_tokens
         self._chunks = None
 
-    def _take_logits(self) -> torch.Tensor:
-        """Return the logits of the last known token of every row."""
-        logits, self._logits = torch.cat(self._logits), []
-        return logits
-
     def _set_tokens(self, plan: StepPlan, tokens: torch.Tensor) -> None:
         """Write the tokens of a plan, which is to compute them, to the device."""
         if self._places is None:
@@ -376,13 +358,6 @@ class LockstepBatch:
         slots, starts = self._places
         self._core.runner.state.set_tokens(slots, starts, tokens)
         starts += tokens.shape[1]
-
-    def _known_tokens(self) -> list[list[int]]:
-        if not self._count:
-            return self._prompts
-        assert self._tokens is not None
-        new = self._tokens[:, : self._count].tolist()
-        return [prompt + row for prompt, row in zip(self._prompts, new, strict=True)]
 
     def _gather(self, rows: LockstepRows, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         runner = self._core.runner

@@ -11,9 +11,9 @@ Rules for the code of this file:
   other code leaves `dirty` set, and the next entry starts over (`EngineState`).
 * State that outlasts a step is in `EngineState` (requests, pool, recovery) and `PreparedModel` (the model).
 
-A step, in order: requests past their deadline end; new prompts are received; rows of lockstep calls are prepared; the
-scheduler makes a plan; the plan is launched; the step before it is committed while the device runs the new one. Where
-device and host do not overlap (`PagedConfig.overlap`), a step is committed as soon as it is launched.
+A step, in order: late requests end; prompts are received, and the model is compared with what it was (`PreparedModel`);
+the scheduler makes a plan, which is launched; the step before it is committed: features say which rows end (at a stop
+string), the scheduler takes the tokens, features hand results out. Without overlap a step is committed at once.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from hf_paged.engine.session import NAN_ERROR, Request
 from hf_paged.runner import device_times
 from hf_paged.runner.model_runner import StepHandle
 from hf_paged.runner.prompt_scores import NOTHING
-from hf_paged.runner.request_state import SlotParameters
+from hf_paged.sampling.slot_row import SlotRow
 from hf_paged.scheduler import Scheduler, Sequence, StepPlan
-from hf_paged.scheduler.drafts import NO_DRAFTS, Drafts
+from hf_paged.scheduler.plan import NO_DRAFTS, Drafts
 
 Step = tuple[StepPlan, StepHandle]  # a launched step
 
@@ -55,10 +55,10 @@ class EngineCore(PreparedModel):
             control_flag: announce to all ranks, with the launched step, that rank 0 has commands.
         """
         self.settle()
-        waiting = self._joining.waiting() if self.batches else []
+        waiting = self.joining.waiting() if self.batches else []
         if self.is_idle and not waiting:
             return False
-        if not self._joining.may_join():
+        if not self.joining.may_join():
             waiting = []
         started = time.perf_counter()
         if self.pool.moved():
@@ -67,12 +67,14 @@ class EngineCore(PreparedModel):
         device = runner.device if runner is not None else self._executor.kv_spec().device
         self.dirty, self.stepping_thread = True, threading.get_ident()
         try:
-            with ambient(device):
+            with self.delays.step(), ambient(device):
                 scheduler = self.scheduler_or_build()
                 num_preempted = scheduler.num_preemptions
-                joining, has_looked = self._get_ready(scheduler, waiting, look_at_model)
+                joining, has_looked = self._get_ready(waiting, look_at_model)
                 if joining is None:
                     return True
+                for feature in self.features.having["hold"]:
+                    feature.hold(scheduler)
                 is_busy = self._in_flight is not None
                 guesses = self.features.having["drafts"]
                 plan = scheduler.schedule(self._drafts(scheduler)) if guesses else scheduler.schedule()
@@ -91,10 +93,10 @@ class EngineCore(PreparedModel):
                 previous, self._in_flight = self._in_flight, launched
                 self.note_use()  # a look through young objects (`gc`) takes long: behind the launch the device has work
                 self._commit_beside(previous, launched, joining, device)
-                self._joining.note_pace(plan, joined=bool(joining), overlapped=self._in_flight is not None,
+                self.joining.note_pace(plan, joined=bool(joining), overlapped=self._in_flight is not None,
                                         seconds=time.perf_counter() - started)
                 if joining:
-                    self._joining.answer(joining, has_looked=has_looked)
+                    self.joining.answer(joining, has_looked=has_looked)
                 self._end_requests_of(scheduler.take_failed())
                 if not self.requests:
                     self.commit_in_flight()  # no request needs the step that ran ahead: its blocks go back now
@@ -103,31 +105,32 @@ class EngineCore(PreparedModel):
             self.stepping_thread = None
         return is_busy or any(not batch.is_waiting or batch.is_computing for batch in waiting)
 
-    def _get_ready(self, scheduler: Scheduler, waiting: list[LockstepBatch],
-                   look_at_model: bool) -> tuple[Joined | None, bool]:
+    def _get_ready(self, waiting: list[LockstepBatch], look_at_model: bool) -> tuple[Joined | None, bool]:
         """Prepare a step before its plan: end late requests, receive new ones, check the model, prepare joining rows.
 
         Returns:
             The result of `JoiningRows.prepare`, and whether the model was checked for changes.
         """
-        for request in self.features.due() if self.features.having["due"] else ():
-            self.end(request, "timeout")
-        with self._executor.compared_once():
-            self._receive(scheduler)
+        for feature in self.features.having["due"]:
+            for request in feature.due():
+                self.end(request, "timeout")
+        with self._executor.watch.compared_once():
+            self._receive_requests()
             # With requests the check runs while the device computes a step; rows alone are checked behind their launch.
             look_now = look_at_model or (bool(waiting) and bool(self.requests))
-            if self.features.having["model_may_differ"]:
-                look_now |= self.features.model_may_differ()
+            for feature in self.features.having["model_may_differ"]:
+                look_now |= feature.model_may_differ()
             if look_now:
                 self.model_changed()
             if waiting and self._pending is not None:
                 self._draw_in_flight()
-            return self._joining.prepare(waiting) if waiting else [], look_now
+            return self.joining.prepare(waiting) if waiting else [], look_now
 
     def _commit_beside(self, previous: Step | None, launched: Step | None, joining: Joined,
                        device: torch.device) -> None:
         """Commit the previous step while the launched one runs; without overlap, commit the launched one as well."""
-        overlaps = launched is not None and self._overlaps(device)
+        overlaps = launched is not None and (
+            device.type == "cuda" if self._config.overlap is None else self._config.overlap)
         if not overlaps:
             self._commit(previous)
             previous = None
@@ -154,15 +157,15 @@ class EngineCore(PreparedModel):
         rows = [rows for _, rows in joining]
         try:
             if plan is None:
-                self._joining.logits = self.runner.logits(rows[-1].behind(rows[:-1]), [], of_every_token=True)
+                self.joining.logits = self.runner.logits(rows[-1].behind(rows[:-1]), [], of_every_token=True)
             else:
-                parameters = self._parameters(plan.admitted) if plan.admitted else []
+                slot_rows = self._slot_rows(plan.admitted) if plan.admitted else []
                 having = self.features.having
                 wanted = self.features.wanted(plan) if having["before"] else NOTHING
                 self._masking = self.features.samples_late(plan) if having["samples_late"] else None
                 launch = self.runner.launch if self._masking is None else self.runner.launch_unsampled
-                handle = launch(plan, parameters, wanted, rows)
-                self._joining.logits = handle.logits
+                handle = launch(plan, slot_rows, wanted, rows)
+                self.joining.logits = handle.logits
         except Exception:
             self._take_launch_back(plan, joining)
             raise
@@ -178,7 +181,7 @@ class EngineCore(PreparedModel):
         self.commit_in_flight()
         if plan is not None:
             self.scheduler.rollback(plan)
-        self._joining.give_back(joining)
+        self.joining.give_back(joining)
         self._tell_of_new_start()
         self.dirty = False
 
@@ -226,17 +229,17 @@ class EngineCore(PreparedModel):
         with nullcontext() if self.stepping_thread is not None else self._at_work():
             self._in_flight = plan, self.runner.sample(handle, pending.take())
 
-    def _parameters(self, admitted: list[Sequence]) -> list[SlotParameters]:
-        """Return the slot parameters of requests that were just admitted, and note their start."""
-        now, parameters = time.monotonic(), []
+    def _slot_rows(self, admitted: list[Sequence]) -> list[SlotRow]:
+        """Return the rows of requests that were just admitted, and note their start."""
+        now, rows = time.monotonic(), []
         for sequence in admitted:
             request = self.requests[sequence.request_id]
-            parameters.append(request.parameters)
+            rows.append(request.row)
             if request.started is None:  # else the request was preempted and runs again
                 request.started = now
             if self.features.having["started"]:
                 self.features.started(request)
-        return parameters
+        return rows
 
     def commit_in_flight(self) -> bool:
         if self._pending is not None:
@@ -284,12 +287,9 @@ class EngineCore(PreparedModel):
         if plan.drafts is not None:
             self.totals["drafts"] += int((plan.drafts >= 0).sum())
             self.totals["accepted drafts"] += int((plan.drafts[accepted] >= 0).sum())
-        if plan.num_decode_rows < len(plan.slots):
-            self._note_first_tokens(plan, accepted)
-
-    def _note_first_tokens(self, plan: StepPlan, accepted: np.ndarray) -> None:
-        """Note the time of the first token of requests whose prompt ended in this step; preempted ones keep theirs."""
-        now = time.monotonic()
+        if plan.num_decode_rows == len(plan.slots):
+            return
+        now = time.monotonic()  # a prompt ended in this step; preempted requests keep the time of their first token
         for row in accepted[accepted >= plan.num_decode_rows].tolist():
             request = self._request_with(plan.sequences[row])
             if request is not None and request.first_token is None:
@@ -305,6 +305,3 @@ class EngineCore(PreparedModel):
         """Return the request of a sequence; None if it has ended, also if a new request has its id."""
         request = self.requests.get(sequence.request_id)
         return request if request is not None and request.sequence is sequence else None
-
-    def _overlaps(self, device: torch.device) -> bool:
-        return device.type == "cuda" if self._config.overlap is None else self._config.overlap

@@ -21,17 +21,13 @@ class PreparedModel(EngineState):
         if autocast == self._executor.autocast:
             return True
         self.recover_if_dirty()
-        self.end_orphans()
+        self.joining.end_orphans()
         if self.requests or self.batches:
             return False
         self._executor.autocast = autocast
         if self.pool.moved():
             self.drop_pool()
         return True
-
-    def receive_rows(self, prompts: list[Sequence]) -> None:
-        """Prepare the runner for prompts of lockstep rows, and set their cache keys."""
-        self._receive_sequences(self.scheduler_or_build(), prompts)
 
     def model_changed(self) -> bool:
         """Prepare the runner again if the model changed since it was last prepared; returns whether it changed."""
@@ -55,7 +51,7 @@ class PreparedModel(EngineState):
             self._guard.announce(None, is_busy=False)
             self.restart_over_a_new_pool()
         else:
-            with self.changing(), self._executor.compared_once():
+            with self.changing(), self._executor.watch.compared_once():
                 self._leave_old_model(self.scheduler)
                 is_busy = bool(self.requests or self.batches)
                 pool = self.scheduler.kv_cache_manager.block_pool
@@ -72,7 +68,7 @@ class PreparedModel(EngineState):
             self.weights_written()
 
     def trust_cache(self) -> None:
-        """Wait for the checksum of the weights that `receive_rows` started."""
+        """Wait for the checksum of the weights that `receive` started."""
         if self._guard.pending:
             assert self.scheduler is not None
             self._guard.verify(self.scheduler.kv_cache_manager.block_pool)
@@ -89,13 +85,15 @@ class PreparedModel(EngineState):
         """Return whether storages or version counters of weights changed since prompts were last received."""
         return self._guard.changed(full=False)
 
-    def _receive(self, scheduler: Scheduler) -> None:
-        """Receive new requests: prepare the runner for the model as it is now, and check older cached blocks."""
-        if arrivals := self._table.take_arrivals():
+    def _receive_requests(self) -> None:
+        if self._arrivals:
+            arrivals, self._arrivals = list(self._arrivals.values()), {}
             self._end_unfit(arrivals)
-            self._receive_sequences(scheduler, [request.sequence for request in arrivals if request in self._table])
+            self.receive([request.sequence for request in arrivals if self.has(request)])
 
-    def _receive_sequences(self, scheduler: Scheduler, arrivals: list[Sequence]) -> None:
+    def receive(self, arrivals: list[Sequence]) -> None:
+        """Receive prompts: prepare the runner for the model as it is now, and check older cached blocks."""
+        scheduler = self.scheduler_or_build()
         manager, caching = scheduler.kv_cache_manager, self._config.enable_prefix_caching
         key = self._executor.state_key()
         self._use_keys(arrivals, key)
@@ -121,8 +119,7 @@ class PreparedModel(EngineState):
                 self._guard.verify(manager.block_pool)
 
     def _refresh_copies(self) -> None:
-        """Renew copies of weights while requests run; these continue with the new values, as they would without copies.
-        """
+        """Renew copies of weights while requests run, which continue with the new values, as without copies."""
         if self._executor.copies_are_stale():
             self.commit_in_flight()  # before `_prepare`, which may drop copies that the step in flight reads
             self._prepare()
@@ -135,7 +132,7 @@ class PreparedModel(EngineState):
         All later steps compute with the changed model.
         """
         self.commit_in_flight()
-        self._executor.compare_again()  # the commit may have run code of the user (a tokenizer, a stop rule)
+        self._executor.watch.compare_again()  # the commit may have run code of the user (a tokenizer, a stop rule)
         scheduler.preempt_all(but_keepers=True)
         for batch in self.batches:
             batch.invalidate_prefix()
@@ -151,13 +148,14 @@ class PreparedModel(EngineState):
         for batch in self.batches if self._state_key != before else ():
             batch.invalidate_prefix()
         self._end_unfit(list(self.requests.values()))
-        self.features.prepared()
+        self.features.call("prepared")
         self._use_keys([request.sequence for request in self.requests.values()], self._state_key)
 
     def _end_unfit(self, requests: list[Request]) -> None:
         """End the requests that cannot run on the model as it is now; none of their tokens may be in flight."""
-        for request, error in self.features.unfit(requests) if self.features.having["unfit"] else ():
-            self.end(request, "error", error)
+        for feature in self.features.having["unfit"]:
+            for request, error in feature.unfit(requests):
+                self.end(request, "error", error)
 
     def _use_keys(self, sequences: list[Sequence], state_key: bytes) -> None:
         """Set the key under which the prefix cache keeps each sequence's blocks: of the model, or of its adapter."""

@@ -1,4 +1,4 @@
-"""New and running requests, and the session of the caller who waits for their outputs."""
+"""Running requests, and the session of the caller who waits for their outputs."""
 
 from __future__ import annotations
 
@@ -10,42 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from hf_paged.engine.matchers import Grammar, Matcher
-from hf_paged.engine.stop_rules import StopRule
-from hf_paged.engine.text import PLAIN_ENDING, StopPolicy, StopStringBuffer, TextStream
-from hf_paged.options.continued import PreviousOutput
-from hf_paged.options.settings import RequestSettings
+from hf_paged.engine.structured.matchers import Grammar, Matcher
+from hf_paged.engine.text import PLAIN_ENDING, StopPolicy, TextStream
+from hf_paged.options.request_spec import RequestSpec
 from hf_paged.outputs import Completion, StepOutput, Timings, VersionRun, last_of
-from hf_paged.runner.request_state import SlotParameters
+from hf_paged.sampling.slot_row import SlotRow
 from hf_paged.scheduler import Sequence
 
 NAN_ERROR = "the model's logits hold NaN, or no finite value to sample from"
 
 
-@dataclass(frozen=True)
-class NewRequest:
-    """A request to add: a checked prompt and its settings.
-
-    ``request_id``: None has the engine make an id.
-    ``made``: the checked output of an earlier request that this one continues, or None.
-    ``grammar``: the compiled grammar of ``settings.structured``, or None if it is not compiled yet.
-    ``autocast``: the dtype to which autocast of the caller casts (`ModelExecutor.autocast_of_call`), or None.
-    """
-
-    prompt: list[int]
-    settings: RequestSettings
-    seed: int
-    priority: int = 0
-    stop: StopRule | None = None
-    request_id: str | None = None
-    made: PreviousOutput | None = None
-    grammar: Grammar | None = None
-    autocast: torch.dtype | None = None
-
-
-class TopAsked(NamedTuple):
+class Likeliest(NamedTuple):
     """The number of likeliest tokens that a request reports (``most``), and the name in `TOPS` of the step's result."""
 
     name: str
@@ -87,27 +63,25 @@ class Request:
     Each feature sets and reads its own fields, which keep their defaults if the request does not use the feature.
     """
 
+    spec: RequestSpec
     sequence: Sequence
-    settings: RequestSettings
-    parameters: SlotParameters
+    row: SlotRow
     session: Session
     features: tuple[Any, ...] = ()  # each `StepFeature` that the request uses
-    text: TextStream | StopStringBuffer | None = None
-    stop: StopRule | None = None
-    made: PreviousOutput | None = None  # the output of an earlier request that this one continues
+    text: TextStream | None = None
     grammar: Grammar | None = None
     matcher: Matcher | None = None  # of the grammar, with the committed output accepted
     # Whether the matcher accepted the token of the next commit, or what it raised; None if it has not seen the token.
     speculative_accept: bool | Exception | None = None
-    num_emitted: int = 0  # output tokens that were handed out, those of `made` included
+    num_emitted: int = 0  # output tokens that were handed out, those of `spec.previous` included
     error: str | None = None
     num_kept: int | None = None  # output tokens before the step in which the request failed; None if it did not fail
-    logprobs: list[float | None] | None = None  # of the committed output; None if the settings have none
+    logprobs: list[float | None] | None = None  # of the committed output; None if none are to be reported
     logprobs_kind: str | None = None  # the kind of log-probabilities of the output
     prompt_logprobs: list[float | None] | None = None  # an item is None until it is computed, the first one always
-    top: TopAsked | None = None
+    top: Likeliest | None = None
     top_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # with `top`, parallel to `logprobs`
-    prompt_top: TopAsked | None = None
+    prompt_top: Likeliest | None = None
     prompt_top_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # parallel to `prompt_logprobs`
     ending: StopPolicy = PLAIN_ENDING
     draft_tokens: int = 0  # the most guesses of a step
@@ -118,31 +92,54 @@ class Request:
     started: float | None = None
     first_token: float | None = None
 
+    @classmethod
+    def of(cls, spec: RequestSpec, session: Session, *, vocab_size: int, max_model_len: int,
+           on_weight_change: str) -> Request:
+        """Return a request with its sequence and its row, which is not queued yet.
+
+        Args:
+            spec: with the request's id.
+            vocab_size: number of token ids; those that end the request and lie beyond cannot occur.
+            on_weight_change: as in `PagedConfig`; the value of requests that have none of their own.
+
+        Raises:
+            ValueError: settings that the device's tables cannot hold.
+        """
+        assert spec.request_id is not None
+        length, previous = len(spec.prompt), spec.previous
+        eos = tuple([token for token in spec.eos_token_ids if 0 <= token < vocab_size])
+        row = SlotRow.of(
+            spec, spec.edits, max_length=min(length + spec.max_new_tokens, max_model_len), seed=spec.seed,
+            min_length=length + spec.min_new_tokens, eos_token_ids=eos, stop_token_ids=spec.stop_token_ids,
+            prompt_length=length, adapter=spec.adapter_name, with_top=spec.top_logprobs is not None,
+        )
+        sequence = Sequence(
+            spec.request_id, spec.prompt, max_new_tokens=spec.max_new_tokens,
+            eos_token_ids=(*eos, *spec.stop_token_ids), priority=spec.priority, read_cache=not spec.prompt_logprobs,
+            cache_salt=spec.cache_salt, adapter=spec.adapter_name,
+            keeps_computed=(spec.on_weight_change or on_weight_change) == "keep",
+            output_token_ids=() if previous is None else previous.token_ids,
+        )
+        request = cls(spec, sequence, row, session, grammar=spec.grammar)
+        if previous is not None:
+            request.num_emitted = len(previous.token_ids)
+        return request
+
     @property
     def request_id(self) -> str:
         return self.sequence.request_id
 
     @property
     def is_open(self) -> bool:
-        """Whether the request is open in its session."""
         return self.session.open.get(self.request_id) is self
 
     def restart(self, made: list[int]) -> None:
-        """Restart with a fresh sequence that keeps ``made``, the first tokens of the output: they were handed out, and
-        other weights would generate others."""
+        """Restart with a fresh sequence that keeps ``made``, the first tokens of the output, which were handed out."""
         old = self.sequence
         self.sequence = Sequence(
-            old.request_id,
-            old.token_ids[: old.num_prompt_tokens],
-            max_new_tokens=old.max_new_tokens,
-            eos_token_ids=old.eos_token_ids,
-            priority=old.priority,
-            cache_key=old.cache_key,
-            cache_salt=old.cache_salt,
-            read_cache=old.read_cache,
-            keeps_computed=old.keeps_computed,
-            output_token_ids=made,
-            adapter=old.adapter,
+            old.request_id, old.token_ids[: old.num_prompt_tokens], max_new_tokens=old.max_new_tokens,
+            eos_token_ids=old.eos_token_ids, priority=old.priority, read_cache=old.read_cache, cache_key=old.cache_key,
+            cache_salt=old.cache_salt, adapter=old.adapter, keeps_computed=old.keeps_computed, output_token_ids=made,
         )
         self.error = self.num_kept = None
 
@@ -159,7 +156,7 @@ class Request:
                 feature.complete(self, last)
         completion = Completion(
             token_ids=token_ids, finish_reason=last.reason, prompt_token_ids=sequence.prompt_token_ids,
-            num_cached_tokens=sequence.num_cached_tokens, error=last.error, seed=self.parameters.seed,
+            num_cached_tokens=sequence.num_cached_tokens, error=last.error, seed=self.spec.seed,
             timings=Timings(self.queued, self.started, self.first_token, time.monotonic()), **last.completion,
         )
         return StepOutput(self.request_id, last.fresh, finish_reason=last.reason, completion=completion, **last.output)
@@ -208,8 +205,7 @@ class Session:
         self.outbox.append(output)
 
     def last_of(self, request: object) -> tuple[StepOutput, int] | None:
-        """Return the last output and its ``num_emitted`` if it belongs to this request and is in the outbox; else None.
-        """
+        """Return the last output and its ``num_emitted`` if it is this request's and is in the outbox; else None."""
         if self.last is None or self.last[0] is not request or all(one is not self.last[1] for one in self.outbox):
             return None
         return self.last[1:]

@@ -8,15 +8,14 @@ from typing import Any
 
 
 class TextStream:
-    """An incremental decoder of tokens. Its pieces concatenate to the text of all tokens.
+    """An incremental decoder of tokens. Its pieces concatenate to the text of all tokens, up to the first stop string.
 
-    A piece is held back while it ends inside a character. Fast tokenizers decode with tokenizers' `DecodeStream`;
-    with others, all tokens are decoded each time.
+    A piece is held back while it ends inside a character or may be the beginning of a stop string. Fast tokenizers
+    decode with tokenizers' `DecodeStream`; with others, all tokens are decoded each time.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True, stop_strings: tuple[str, ...] = ()) -> None:
+        self._tokenizer, self._skip, self._stop_strings = tokenizer, skip_special_tokens, stop_strings
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self.restart([])
 
@@ -28,17 +27,22 @@ class TextStream:
 
             self._stream = DecodeStream(skip_special_tokens=self._skip)
         self._ids: list[int] = []
+        self._num_decoded = 0  # characters
         self._text = ""
+        self._watch = StopTexts(self._stop_strings)
         self.push(list(token_ids))
 
     def push(self, token_ids: list[int]) -> str:
-        """Append `token_ids`, and return the text that they add, without an incomplete character at its end."""
+        """Append `token_ids`, and return the text that is certain now."""
         if self._stream is not None:
             piece = "".join(self._stream.step(self._backend, token) or "" for token in token_ids)
         else:
             self._ids += token_ids
             whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
-            piece = "" if whole.endswith("�") else whole[len(self._text) :]
+            piece = "" if whole.endswith("�") else whole[self._num_decoded :]
+            self._num_decoded += len(piece)
+        if self._stop_strings:
+            piece = self._watch.push(piece)
         self._text += piece
         return piece
 
@@ -98,35 +102,6 @@ def cut(text: str, texts: tuple[str, ...], keeps: bool = False) -> tuple[str, bo
     return watch.push(text) + watch.finish(), watch.is_met
 
 
-class StopStringBuffer:
-    """A `TextStream` up to the first of some stop strings; text that may be the beginning of one is held back."""
-
-    def __init__(self, stream: TextStream, stop_strings: tuple[str, ...]) -> None:
-        self._stream = stream
-        self._stop_strings = stop_strings
-        self._begin()
-
-    def _begin(self) -> None:
-        self._watch = StopTexts(self._stop_strings)
-        self._text = ""
-
-    def restart(self, token_ids: Sequence[int]) -> None:
-        """Restart behind `token_ids`, whose text was returned before."""
-        self._begin()
-        self._stream.restart([])
-        self.push(list(token_ids))
-
-    def push(self, token_ids: list[int]) -> str:
-        """Append `token_ids`, and return the text that is certain now."""
-        piece = self._watch.push(self._stream.push(token_ids))
-        self._text += piece
-        return piece
-
-    def finish(self, text: str) -> str:
-        """Return the rest of the whole `text` that was not returned yet."""
-        return text[len(self._text) :] if text.startswith(self._text) else ""
-
-
 @dataclass(frozen=True)
 class StopPolicy:
     """The text settings of a request. The defaults give the text of `model.generate` with a tokenizer.
@@ -143,22 +118,22 @@ class StopPolicy:
     keeps_stop: bool = True
     skips_special: bool = True
 
-    def stream(self, tokenizer: Any) -> TextStream | StopStringBuffer:
-        """Return an incremental decoder of the request's text."""
-        text = TextStream(tokenizer, skip_special_tokens=self.skips_special)
-        return text if self.keeps_stop or not self.stop_strings else StopStringBuffer(text, self.stop_strings)
+    def stream(self, tokenizer: Any) -> TextStream:
+        return TextStream(tokenizer, skip_special_tokens=self.skips_special,
+                          stop_strings=() if self.keeps_stop else self.stop_strings)
 
     def reason(self, finish_reason: str, token_ids: list[int], tokenizer: Any) -> tuple[str, str | int | None]:
         """Return the public finish reason, and the stop string or token that ended the request, or None."""
         if finish_reason == "eos" and token_ids and token_ids[-1] in self.stop_token_ids:
             return "stop", token_ids[-1]
-        if finish_reason != "stop":
+        may_stop = finish_reason == "length" and not self.keeps_stop  # the last token may complete a stop string
+        if finish_reason != "stop" and not (may_stop and self.stop_strings and tokenizer is not None):
             return finish_reason, None
-        if len(self.stop_strings) < 2 or tokenizer is None:
+        if not may_stop and (len(self.stop_strings) < 2 or tokenizer is None):
             return finish_reason, self.stop_strings[0] if len(self.stop_strings) == 1 else None
         watch = StopTexts(self.stop_strings)
         watch.push(tokenizer.decode(token_ids, skip_special_tokens=False))
-        return finish_reason, watch.met
+        return finish_reason if watch.met is None else "stop", watch.met
 
     def text(self, finish_reason: str, token_ids: list[int], tokenizer: Any) -> str:
         """Return the whole text of a request that ended with the scheduler's ``finish_reason``."""
@@ -166,7 +141,15 @@ class StopPolicy:
         if cuts and finish_reason == "eos":
             token_ids = token_ids[:-1]
         text: str = tokenizer.decode(token_ids, skip_special_tokens=self.skips_special)
-        return cut(text, self.stop_strings)[0] if cuts and finish_reason == "stop" else text
+        return cut(text, self.stop_strings)[0] if cuts and finish_reason in ("stop", "length") else text
 
 
 PLAIN_ENDING = StopPolicy()
+
+
+def tokenizer_traits(tokenizer: Any) -> tuple:
+    """Return the state of a tokenizer on which stop strings depend, also if it is changed in place."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    size = len(tokenizer) if hasattr(tokenizer, "__len__") else len(tokenizer.get_vocab())
+    return id(tokenizer), size, id(backend), None if decoder is None else decoder.__getstate__()

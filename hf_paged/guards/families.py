@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 # By attribute name: classes of the module, without the family's prefix. Modules under other names are called on packed
 # tokens as well, and must be layers that compute each token by itself (linear, embedding, LoRA, quantized).
@@ -31,33 +32,31 @@ _EXPERTS = {"experts": ("Experts",), "gate": ("TopKRouter",)}
 _SCALED_EMBEDDING = {"embed_tokens": ("TextScaledWordEmbedding",)}
 
 
-def _module_name(package: str) -> str:
-    return f"transformers.models.{package}.modeling_{package}"
-
-
-class Wrapper(NamedTuple):
-    """Image-text model whose `model.language_model` is the decoder of a family: calls with text alone run there.
-
-    The product of its head is the logits, also where the family itself caps or divides it.
-    """
+@dataclass(frozen=True)
+class _Modeling:
+    """A modeling file of transformers, and its class that has `generate`."""
 
     package: str  # under transformers.models
     prefix: str  # of its classes' names
+    suffix: ClassVar[str] = ""  # of the name of the class that has `generate`
 
     @property
     def model_name(self) -> str:
-        """Name of the class that has `generate`."""
-        return f"{self.prefix}ForConditionalGeneration"
+        return f"{self.prefix}{self.suffix}"
 
     @property
     def module_name(self) -> str:
-        """Name of the modeling file's module."""
-        return _module_name(self.package)
+        return f"transformers.models.{self.package}.modeling_{self.package}"
 
     @property
     def modeling(self) -> ModuleType:
-        """The modeling file's module."""
         return importlib.import_module(self.module_name)
+
+
+class Wrapper(_Modeling):
+    """Image-text model whose `model.language_model` is the decoder of a family: calls with text alone run there."""
+
+    suffix = "ForConditionalGeneration"
 
     @property
     def body(self) -> type:
@@ -66,36 +65,19 @@ class Wrapper(NamedTuple):
         return body
 
 
-class Family(NamedTuple):
+@dataclass(frozen=True)
+class Family(_Modeling):
     """Properties of a model family that executors need."""
 
-    package: str  # under transformers.models
-    prefix: str  # of its classes' names
-    parts: Mapping[str, tuple[str, ...]] = _LLAMA
+    suffix = "ForCausalLM"
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _LLAMA, hash=False)
     # Layers whose masks have a sliding window in stock: none, all, or those with such a layer_type.
     windows: Literal["none", "all", "by layer"] = "none"
     # Argument that its attention passes to the attention function, and that sdpa would ignore.
     beyond_sdpa: Literal["softcap", "s_aux"] | None = None
-    # Logits: the head's product, capped by config.final_logit_softcapping, or divided by config.logits_scaling.
-    logits: Literal["plain", "capped", "divided"] = "plain"
     casts_norms: bool = False  # norms with fp32 weights return their input's dtype
     fused: bool = False  # layers run by hf_paged's code and kernels, not by transformers' modules
     wrapper: Wrapper | None = None  # the image-text model that contains the decoder
-
-    @property
-    def model_name(self) -> str:
-        """Name of the causal LM's class."""
-        return f"{self.prefix}ForCausalLM"
-
-    @property
-    def module_name(self) -> str:
-        """Name of the modeling file's module."""
-        return _module_name(self.package)
-
-    @property
-    def modeling(self) -> ModuleType:
-        """The modeling file's module."""
-        return importlib.import_module(self.module_name)
 
     @property
     def model_class(self) -> type:
@@ -121,16 +103,16 @@ FAMILIES = (
     Family("llama", "Llama", fused=True),
     Family("mistral", "Mistral", windows="all"),
     Family("qwen2", "Qwen2", windows="by layer"),
-    Family("gemma2", "Gemma2", windows="by layer", beyond_sdpa="softcap", logits="capped",
+    Family("gemma2", "Gemma2", windows="by layer", beyond_sdpa="softcap",
            parts={**_LLAMA, **_OUTER_NORMS, **_SCALED_EMBEDDING}),
-    Family("gemma3", "Gemma3", windows="by layer", logits="capped",
+    Family("gemma3", "Gemma3", windows="by layer",
            parts={**_LLAMA, **_OUTER_NORMS, **_SCALED_EMBEDDING, **_HEAD_NORMS, "model": ("TextModel",)}),
     Family("phi3", "Phi3", windows="all"),
     Family("olmo2", "Olmo2", parts={**_POST_NORMS, **_HEAD_NORMS}),
     Family("gpt_oss", "GptOss", windows="by layer", beyond_sdpa="s_aux", casts_norms=True,
            parts={**_LLAMA, "experts": ("Experts",), "router": ("TopKRouter",)}),
     Family("smollm3", "SmolLM3", windows="by layer"),
-    Family("granite", "Granite", logits="divided"),
+    Family("granite", "Granite"),
     Family("glm", "Glm"),
     Family("glm4", "Glm4", parts={
         **_LLAMA, "post_self_attn_layernorm": ("RMSNorm",), "post_mlp_layernorm": ("RMSNorm",),
@@ -146,6 +128,7 @@ WRAPPERS = (
     Wrapper("gemma3", "Gemma3"), Wrapper("mistral3", "Mistral3"), Wrapper("llava", "Llava"),
     Wrapper("llava_next", "LlavaNext"),
 )
+SUPPORTED = tuple(one.model_name for one in (*FAMILIES, *WRAPPERS))
 
 
 def family_of(model: Any) -> Family | None:
@@ -160,7 +143,7 @@ def family_of(model: Any) -> Family | None:
     inside = _class_names(getattr(model.model, "language_model", None))
     for family in FAMILIES:
         if any((family.module_name, family.prefix + name) in inside for name in family.parts["model"]):
-            return family._replace(wrapper=wrapper, logits="plain", fused=False)
+            return replace(family, wrapper=wrapper, fused=False)
     return None
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin
-from transformers.generation import logits_process, stopping_criteria
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.activations import ACT2FN
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_paged.guards.activations import ELEMENTWISE
-from hf_paged.guards.families import FAMILIES, Family, Wrapper
-from hf_paged.guards.origin import PatchPoint, is_own_function
-from hf_paged.guards.original_code import OriginalCode, of_tensors
+from hf_paged.guards.families import Family, Wrapper
+from hf_paged.guards.origin import PatchPoint, is_own_function, package_of
+from hf_paged.guards.original_code import OriginalCode
 
+# Classes of activation modules that compute each element alone.
+SILU = (nn.SiLU, type(ACT2FN["silu"]))
+ELEMENTWISE = (*SILU, *(type(ACT2FN[name]) for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")))
 # Methods that decide the inputs of stock generate's forward and the use of its result.
 DECIDING_METHODS = (
     "forward", "__call__", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
@@ -51,21 +51,34 @@ def of_family(family: Family) -> OriginalCode:
         classes = OriginalCode(bindings)
         if classes.patched() is not None:  # unknown classes: they must not be recorded as original
             return classes
-        _FAMILIES[key] = _of_family(family, bindings)
+        parts = {kind for part in family.parts for kind in family.classes(part)}
+        around = () if wrapper is None else [(wrapper.body, name) for name in ("forward", "__call__")]
+        _FAMILIES[key] = OriginalCode([*bindings, *_roots(family.model_class, parts), *around])
     return _FAMILIES[key]
 
 
-def _of_family(family: Family, bindings: list[PatchPoint]) -> OriginalCode:
-    parts = {kind for part in family.parts for kind in family.classes(part)}
+@functools.cache
+def of_model_class(model_class: type, kinds: frozenset[type]) -> OriginalCode:
+    """Return the originals of a class of models and of transformers' classes of modules in them."""
+    known = sorted((kind for kind in {model_class, *kinds} if package_of(kind) == "transformers"), key=_full_name)
+    bindings = [PatchPoint(sys.modules[kind.__module__], kind.__name__) for kind in known]
+    return OriginalCode([*bindings, *_roots(model_class, set(known) - {model_class})])
+
+
+def _roots(model_class: type, kinds: Iterable[type]) -> list[tuple[type, str]]:
+    """Return the functions that a forward and the loop of stock's generate begin with, by class and name."""
     roots = [
-        (kind, name) for kind in sorted(parts, key=lambda kind: kind.__name__)
+        (kind, name) for kind in sorted(kinds, key=_full_name)
         for name in ("forward", "__call__", *_functions_of(kind)) if name not in _NOT_IN_A_FORWARD
     ]
-    model_class = family.model_class
     deciding = [(model_class, name) for name in DECIDING_METHODS if hasattr(model_class, name)]
-    if family.wrapper is not None:
-        deciding += [(family.wrapper.body, name) for name in ("forward", "__call__")]
-    return OriginalCode([*bindings, *roots, *deciding, *of_tensors()])
+    # What `DynamicCache.update` calls: objects of classes that no name in its code gives.
+    cached = [(kind, name) for kind in (DynamicLayer, DynamicSlidingWindowLayer) for name in _functions_of(kind)]
+    return [*roots, *deciding, *cached]
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def patched_class(kinds: Iterable[type]) -> str | None:
@@ -92,24 +105,6 @@ def _functions_of(kind: type) -> Iterator[str]:
                 yield name
 
 
-def _take_early() -> None:
-    """Record what is imported already, before other code has much time to patch it."""
-    for module in (logits_process, stopping_criteria):
-        for kind in vars(module).values():
-            if isinstance(kind, type) and kind.__module__ == module.__name__:
-                of_class(kind)
-    for kind in (nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, *ELEMENTWISE):
-        of_class(kind)
-    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS):
-        for name in registry.keys():  # noqa: SIM118 - not every registry is a mapping in full
-            if is_own_function(registry[name]):
-                patched_entry(registry[name])
-    for family in FAMILIES:
-        if family.module_name in sys.modules:
-            of_family(family)
-
-
 MERGING = OriginalCode([
     (GenerationMixin, "_prepare_generation_config"), (GenerationConfig, "update"), (GenerationConfig, "validate"),
 ])
-_take_early()

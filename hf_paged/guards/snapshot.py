@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -17,10 +18,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_paged.guards.adapter_hooks import without_names
-from hf_paged.guards.compressed import as_dicts, places
-from hf_paged.guards.inner_tensors import PLAIN, watched
-from hf_paged.guards.plain_tensors import ATOMS, STANDARD
+from hf_paged.errors import Reason
+from hf_paged.guards.hints import DEQUANTIZE, ONE_DEVICE
+from hf_paged.guards.hooks import without_names
+from hf_paged.guards.quantized import PLAIN, as_dicts, places, watched
 
 _PARAMETERS, _BUFFERS, _CHILDREN, _HOOKS, _PRE_HOOKS = map(
     operator.itemgetter, ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
@@ -28,6 +29,12 @@ _PARAMETERS, _BUFFERS, _CHILDREN, _HOOKS, _PRE_HOOKS = map(
 _STORAGE, _NBYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _DTYPE, _DEVICE, _SHAPE = map(operator.attrgetter, ("dtype", "device", "shape"))
 _QUANTIZERS = ("torchao.", "compressed_tensors.")
+# Attributes of every module; none of them holds tensors other than parameters and buffers.
+STANDARD = frozenset(vars(nn.Module()))
+ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type})
+_CONTAINERS = (list, tuple, dict)
+# RoPE of the "longrope" type makes this tensor in its first forward, and reads it beyond the lengths that run natively.
+_MADE_BY_FORWARDS = "long_inv_freq"
 _MOST_MODULES = 100_000  # a module that contains itself is left to the full checks
 
 
@@ -73,7 +80,7 @@ class ModelSnapshot:
     def __init__(self, model: nn.Module) -> None:
         modules, namespaces = _walk(model, _MOST_MODULES) or ([], [])
         self._num_modules = len(modules)
-        names = [tuple(name for name in namespace if _is_own(name)) for namespace in namespaces]
+        names = [tuple(name for name in namespace if name not in STANDARD) for namespace in namespaces]
         # At least two names: an itemgetter of one returns no tuple.
         self._getters = [operator.itemgetter("training", "training", *own) for own in names]
         self._values = [
@@ -90,26 +97,18 @@ class ModelSnapshot:
         configs = {id(value): value for value in found if isinstance(value, PreTrainedConfig) or _is_record(value)}
         self._configs = [(weakref.ref(config), _frozen(vars(config))) for config in configs.values()]
 
-    def hold(self, model: nn.Module) -> bool:
-        """Return whether nothing changed; False also if the comparison fails."""
+    def hold(self, model: nn.Module, *, with_tensors: bool = True) -> bool:
+        """Return whether nothing changed; False also if the comparison fails.
+
+        Without ``with_tensors`` hooks may change, and tensors within their classes, which takes less than half the
+        time. False also if a tensor is not plain: it may have settings of its own.
+        """
         try:
-            return self._compare(model, with_tensors=True)
+            return self._compare(model, with_tensors)
         except Exception:  # an attribute was removed, or a new value cannot be compared
             return False
 
-    def hold_but_for_tensors(self, model: nn.Module) -> bool:
-        """Return whether nothing changed but hooks, and tensors within their classes.
-
-        Takes less than half the time of `hold`. False also if a tensor is not plain: it may have settings of its own.
-        """
-        if self._parameter_kinds is None:
-            return False
-        try:
-            return self._compare(model, with_tensors=False)
-        except Exception:
-            return False
-
-    def _compare(self, model: nn.Module, *, with_tensors: bool) -> bool:
+    def _compare(self, model: nn.Module, with_tensors: bool) -> bool:
         if not self._num_modules or (walked := _walk(model, self._num_modules)) is None:
             return False
         modules, namespaces = walked
@@ -119,19 +118,16 @@ class ModelSnapshot:
             columns, wrappers = _columns(namespaces)
             if self._columns != columns or self._wrappers != list(map(vars, wrappers)):
                 return False
-            if self._hooks != _hooks(namespaces) and self._hooks != _lasting_hooks(namespaces):
+            hooks = [*map(_HOOKS, namespaces), *map(_PRE_HOOKS, namespaces)]
+            if self._hooks != hooks and self._hooks != _lasting_hooks(namespaces):
                 return False
-        elif self._parameter_kinds != _parameter_kinds(namespaces):
+        elif self._parameter_kinds is None or self._parameter_kinds != _parameter_kinds(namespaces):
             return False
         # Remembered values on the left, so that their __eq__ decides.
         for values, getter, namespace in zip(self._values, self._getters, namespaces, strict=True):
             if values != getter(namespace):
                 return False
         return all((config := ref()) is not None and frozen == vars(config) for ref, frozen in self._configs)
-
-
-def _is_own(name: str) -> bool:
-    return name not in STANDARD
 
 
 def _walk(model: nn.Module, most: int) -> tuple[list[nn.Module], list[dict]] | None:
@@ -160,9 +156,9 @@ def tensors_inside(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Ten
 
 
 def _structure(modules: list[nn.Module], namespaces: list[dict]) -> tuple:
-    """Return the modules' classes and numbers of attributes, and the names and numbers of their children."""
+    """Return the modules, their classes and numbers of attributes, and the names and numbers of their children."""
     children = list(map(_CHILDREN, namespaces))
-    return (list(map(type, modules)), list(map(len, namespaces)),
+    return (list(map(weakref.ref, modules)), list(map(type, modules)), list(map(len, namespaces)),
             list(chain.from_iterable(filter(None, children))), list(map(len, children)))
 
 
@@ -187,7 +183,11 @@ def _columns(namespaces: list[dict]) -> tuple[tuple, list[torch.Tensor]]:
     tensors += watched(wrappers)
     with torch._C.DisableTorchFunctionSubclass():
         kinds = list(map(type, tensors)), list(map(_DTYPE, tensors)), list(map(_DEVICE, tensors))
-        sizes = list(map(_SHAPE, tensors)), _storage_sizes(tensors)
+        try:  # a storage may be resized so that the tensor lies outside of it
+            storages: Any = list(map(_NBYTES, map(_STORAGE, tensors)))
+        except Exception:  # a tensor has no storage
+            storages = _Never()
+        sizes = list(map(_SHAPE, tensors)), storages
     columns = (
         list(chain.from_iterable(full)), list(map(len, tensors_by_module)),
         places(mappings), kinds, sizes, [list(own) for own in map(vars, tensors) if own],
@@ -195,23 +195,12 @@ def _columns(namespaces: list[dict]) -> tuple[tuple, list[torch.Tensor]]:
     return columns, wrappers
 
 
-def _storage_sizes(tensors: list[Any]) -> Any:
-    """Return the bytes of each tensor's storage, which may be resized so that the tensor lies outside of it."""
-    try:
-        return list(map(_NBYTES, map(_STORAGE, tensors)))
-    except Exception:  # a tensor has no storage
-        return _Never()
-
-
-def _hooks(namespaces: list[dict]) -> list[dict]:
-    return [*map(_HOOKS, namespaces), *map(_PRE_HOOKS, namespaces)]
-
-
 def _lasting_hooks(namespaces: list[dict]) -> list[dict]:
     """Return all hooks but PEFT's on LoRA layers, which come and go with calls that name adapters."""
     children = list(map(_CHILDREN, namespaces))
     return [without_names(hooks) if hooks and "lora_A" in inside else hooks
-            for inside, hooks in zip(children * 2, _hooks(namespaces), strict=True)]
+            for inside, hooks in zip(children * 2, chain(map(_HOOKS, namespaces), map(_PRE_HOOKS, namespaces)),
+                                     strict=True)]
 
 
 def _frozen(value: Any, *, inside: bool = False) -> Any:
@@ -248,3 +237,39 @@ def _frozen_inside(value: Any) -> Any:
     elif kind in (set, frozenset) and all(type(inner) in ATOMS for inner in value):
         return kind(value)
     return _Never()
+
+
+# -- tensors in plain attributes: neither parameters nor buffers, yet used in computing --------------------------------
+
+
+def plain_tensors(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, tensor) of every plain attribute, also in lists, tuples and dicts, in a fixed order."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for path, module in modules:
+        for key, value in vars(module).items():
+            if type(value) not in ATOMS and key not in STANDARD and not key.endswith(_MADE_BY_FORWARDS):
+                found += _inside(f"{path}.{key}" if path else key, value, ())
+    return found
+
+
+def _inside(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, _CONTAINERS) and id(value) not in above:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in list(items):
+            if type(inner) not in ATOMS:
+                yield from _inside(f"{name}[{key!r}]", inner, (*above, id(value)))
+
+
+def why_not_watched(found: list[tuple[str, torch.Tensor]], device: torch.device) -> Reason | None:
+    """Return why changes of one of these tensors cannot be detected, or None. `device` is the model's."""
+    for name, tensor in found:
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            return Reason("{} is a {}, whose bytes cannot be watched for changes", name, type(tensor).__name__,
+                          remedy=DEQUANTIZE)
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return Reason("{} is no dense tensor, so its bytes cannot be watched for changes", name, remedy=DEQUANTIZE)
+        if tensor.device != device:
+            return Reason("{} is on {}, the model on {}", name, tensor.device, device, remedy=ONE_DEVICE)
+    return None

@@ -5,36 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from hf_paged.engine.driver import EngineThread
+from hf_paged.engine.driver import EngineThread, OutputSink
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.engine_call import EngineCall
-from hf_paged.engine.session import NewRequest
 from hf_paged.errors import EngineClosedError
 from hf_paged.integration import paths
-from hf_paged.integration.best_of import best_outputs
-from hf_paged.integration.requests import Call, PlannedCompletion, RequestMaker, numbered, wanted
+from hf_paged.integration.caches import autocast_of_thread
+from hf_paged.integration.requests import Call, CallReader, best_outputs, numbered, runnable
 from hf_paged.options.arguments import base_seed
+from hf_paged.options.request_spec import RequestSpec
 from hf_paged.outputs import Completion, StepOutput
-
-T = TypeVar("T")
-
 
 CLOSED = "the generator was closed, or its model disabled, while this call ran: make another PagedGenerator"
 
 
-class _Loops:
+class EventLoops:
     """Callbacks that an `EngineThread` hands over to event loops after each turn, all of a loop at once."""
 
     def __init__(self) -> None:
-        self._news: dict[asyncio.AbstractEventLoop, list[tuple[AsyncCall, Callable[[], None]]]] = {}
+        self._news: dict[asyncio.AbstractEventLoop, list[tuple[AsyncSink, Callable[[], None]]]] = {}
 
-    def tell(self, call: AsyncCall, receive: Callable[[], None]) -> None:
+    def tell(self, call: AsyncSink, receive: Callable[[], None]) -> None:
         """Queue `receive`, to be called on the event loop of a call."""
         self._news.setdefault(call.loop, []).append((call, receive))
 
@@ -49,13 +45,13 @@ class _Loops:
                     call.thread.drop(call)
 
 
-class AsyncCall(EngineCall):
+class AsyncSink(OutputSink):
     """The requests of one awaited call, with their outputs on the event loop that runs when the object is made.
 
     Only that loop's thread may use `begin`, `outputs` and `close`.
     """
 
-    def __init__(self, thread: EngineThread, loops: _Loops, *, stream: bool) -> None:
+    def __init__(self, thread: EngineThread, loops: EventLoops, *, stream: bool) -> None:
         super().__init__(stream=stream)
         self.thread, self.loop = thread, asyncio.get_running_loop()
         self._loops = loops
@@ -65,7 +61,7 @@ class AsyncCall(EngineCall):
         self._is_over = False
         self._changed = asyncio.Event()
 
-    async def begin(self, requests: list[NewRequest]) -> list[str | ValueError]:
+    async def begin(self, requests: list[RequestSpec]) -> list[str | ValueError]:
         """Queue the requests of the call; called once. Returns ids or errors, as `Engine.add_all`."""
         self.thread.submit(lambda: self._add(requests))
         return await self._added
@@ -92,7 +88,7 @@ class AsyncCall(EngineCall):
 
     # -- in the thread that steps the engine --------------------------------------------------------------------------
 
-    def _add(self, requests: list[NewRequest]) -> None:
+    def _add(self, requests: list[RequestSpec]) -> None:
         try:
             added = self.thread.add(self, requests)
         except BaseException as error:  # raised to the caller by `begin`, and must not end the thread
@@ -129,56 +125,54 @@ def _call_all(functions: list[Callable[[], None]]) -> None:
 
 
 class AsyncCalls:
-    """The awaited calls of one generator, on any event loops.
+    """The awaited calls of one generator, on any event loops."""
 
-    Args:
-        engine: the engine that runs the requests.
-        maker: the maker of the requests.
-    """
-
-    def __init__(self, engine: Engine, maker: RequestMaker) -> None:
-        self._engine, self._maker = engine, maker
-        self._loops = _Loops()
+    def __init__(self, engine: Engine, reader: CallReader) -> None:
+        self._engine, self._reader = engine, reader
+        self._loops = EventLoops()
         self.thread = EngineThread(lambda: engine, lingers=True, after_turn=self._loops.deliver)
 
     async def outputs(self, call: Call) -> AsyncIterator[tuple[int, StepOutput]]:
         """Yield the items of `PagedGenerator.stream`."""
         self._check(call)
         call.check_for_stream()
-        asked = await self._asked(call)
+        planned = await self._planned(call)
         with paths.counting(self._engine) as counted:
-            async with aclosing(self._run(call, asked, stream=True)) as outputs:
+            async with aclosing(self._run(call, planned, stream=True)) as outputs:
                 async for number, output in outputs:
                     counted.num_tokens += len(output.new_token_ids)
                     yield number, output
 
-    async def _asked(self, call: Call) -> list[PlannedCompletion]:
-        """Make the requests of a call in a thread."""
+    async def _planned(self, call: Call) -> list[RequestSpec | Completion]:
+        """Read a call in a thread, under the autocast of this one."""
         seed = call.seed
         if not isinstance(seed, (list, tuple)):  # drawn here, so that seeds follow the order of calls, not of threads
             seed = base_seed(seed, self._engine.config.seed)
         call = replace(call, seed=seed)
-        if call.structured is not None:  # awaited here: slow forms would block all threads of the executor
-            await self._compiled(call.structured)
-        return await asyncio.to_thread(_under_this_autocast(self._engine), lambda: self._maker.make(call))
+        if call.structured is not None:  # compiled before: slow forms would block all threads of the executor
+            begun: Future[list[Future[Any]]] = Future()
+            try:
+                await asyncio.to_thread(lambda: begun.set_result(self._reader.begin_forms(call.structured)))
+            except asyncio.CancelledError:  # the thread may still start compilations, which are cancelled then
+                begun.add_done_callback(lambda done: [one.cancel() for one in done.result()])
+                raise
+            await asyncio.gather(*map(asyncio.wrap_future, begun.result()), return_exceptions=True)
+        autocast = autocast_of_thread(self._engine.model.device)
 
-    async def _compiled(self, structured: Any) -> None:
-        """Wait until the forms of a call are compiled or refused; cancelling the call cancels their compilation."""
-        begun: Future[list[Future[Any]]] = Future()
-        try:
-            await asyncio.to_thread(lambda: begun.set_result(self._maker.begin_forms(structured)))
-        except asyncio.CancelledError:  # the thread may still start compilations, which are cancelled then
-            begun.add_done_callback(lambda done: [one.cancel() for one in done.result()])
-            raise
-        await asyncio.gather(*map(asyncio.wrap_future, begun.result()), return_exceptions=True)
+        def read() -> list[RequestSpec | Completion]:
+            # Leaving autocast clears its cache, which is every thread's.
+            with torch.autocast(**autocast) if autocast["enabled"] else nullcontext():
+                return self._reader.read(call)
 
-    async def _run(self, call: Call, asked: list[PlannedCompletion], *,
+        return await asyncio.to_thread(read)
+
+    async def _run(self, call: Call, planned: list[RequestSpec | Completion], *,
                    stream: bool) -> AsyncGenerator[tuple[int, StepOutput], None]:
         """Yield the outputs of requests with the indexes of their completions; without ``stream`` only last outputs."""
-        running = AsyncCall(self.thread, self._loops, stream=stream)
+        running = AsyncSink(self.thread, self._loops, stream=stream)
         try:
-            requests = wanted(asked)
-            index, refused = numbered(call, asked, await running.begin(requests) if requests else [])
+            requests = runnable(planned)
+            index, refused = numbered(call, planned, await running.begin(requests) if requests else [])
             for item in refused:
                 yield item
             while index and (outputs := await running.outputs()):
@@ -191,10 +185,10 @@ class AsyncCalls:
     async def completions(self, call: Call) -> list[Completion]:
         """Return the completions of `PagedGenerator.generate`."""
         self._check(call)
-        asked = await self._asked(call)
+        planned = await self._planned(call)
         with paths.counting(self._engine) as counted:
-            ended = {number: output async for number, output in self._run(call, asked, stream=False)}
-            return counted.completions(best_outputs(asked, [ended[number] for number in range(len(asked))]))
+            ended = {number: output async for number, output in self._run(call, planned, stream=False)}
+            return counted.completions(best_outputs(planned, [ended[number] for number in range(len(planned))]))
 
     def _check(self, call: Call) -> None:
         self._engine.check_outside_update()
@@ -204,17 +198,3 @@ class AsyncCalls:
         if self._engine.group.is_parallel and not self._engine.group.driven:
             raise TypeError("astream, agenerate: expected a generator that starts its ranks itself; where every rank "
                             "runs the script, all have to make the same calls in one order, as with `generate`")
-
-
-def _under_this_autocast(engine: Engine) -> Callable[[Callable[[], T]], T]:
-    """Return a function that calls its argument, in another thread, under this thread's autocast."""
-    device = engine.model.device.type
-    is_on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-    def call(function: Callable[[], T]) -> T:
-        if not is_on:
-            return function()
-        with torch.autocast(device, dtype):
-            return function()
-
-    return call

@@ -1,8 +1,12 @@
-"""Enabling of models: a model gets an engine, which the hooks of transformers' methods look up; it is not changed."""
+"""Enabling of models: a model gets an engine, which the hooks of transformers' methods look up; it is not changed.
+
+`install` enables every supported model of the process at its first generation.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,22 +18,35 @@ from transformers import PreTrainedModel
 
 from hf_paged.config import PagedConfig, check_fields
 from hf_paged.engine.engine import Engine
-from hf_paged.errors import Reason, UnsupportedModelError
-from hf_paged.integration import hooks
-from hf_paged.integration.engines import ENGINES
-from hf_paged.models import SUPPORTED, find_executor
+from hf_paged.errors import FallbackError, FallbackWarning, Reason, UnsupportedModelError
+from hf_paged.integration import fallback, hooks
+from hf_paged.integration.enabled import ENGINES
+from hf_paged.integration.paths import asked
+from hf_paged.integration.ranks import OTHERS_IN_STOCK, come, refusing
+from hf_paged.models import SUPPORTED, why_no_executor
+from hf_paged.options.arguments import level_of_caller
 from hf_paged.parallel.group import group_of
+from hf_paged.process_lock import ProcessLock
 
 _watched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose finalizer may remove the hooks
+_config_of_install = PagedConfig()
+# Models that `install` enabled, at most once each: a user may have disabled one on purpose.
+_enabled_by_install: weakref.WeakSet[Any] = weakref.WeakSet()
+_warned_of: weakref.WeakSet[type] = weakref.WeakSet()  # unsupported classes for which the warning was shown
+_enabling_one = ProcessLock()  # so that concurrent first calls of a model enable it once
 
 
 def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any) -> nn.Module:
     """Make `model.generate` run on a paged KV cache. The object, its class and its weights stay as they are.
 
-    A `generate` attribute of the instance, and a bound method taken before, do not use the engine.
+    A class of no family is proved first, on small clones on the CPU: seconds, unless the proof is stored.
+
+    A `generate` attribute of the instance, and a bound ``model.generate`` that was taken before any model was enabled,
+    run in stock: neither looks the hooked method up.
 
     Args:
-        model: A causal LM of a supported family, or a PeftModel, a torch.compile'd or a DDP-wrapped one around it.
+        model: A causal LM of a family, or of a class that a proof lets run, or a PeftModel, a torch.compile'd or a
+            DDP-wrapped one around it.
         config: Settings of the engine; None for the defaults.
         **overrides: Single fields of `PagedConfig`.
 
@@ -77,7 +94,7 @@ def enable_with_engine(causal_lm: PreTrainedModel, config: PagedConfig, **engine
 def as_if_enabled(causal_lm: PreTrainedModel) -> Iterator[Engine]:
     """Yield the engine that an unwrapped model has, or would have, with transformers' methods hooked.
 
-    For `paths.asking`; other threads' calls of a model that is not enabled still run in stock.
+    For a question of `paths`; other threads' calls of a model that is not enabled still run in stock.
     """
     with hooks.held():
         yield ENGINES.get(causal_lm) or Engine(causal_lm, PagedConfig())
@@ -91,7 +108,7 @@ def disable(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedModelError: If there is no causal LM inside.
     """
-    causal_lm = unwrap(model)
+    causal_lm = _causal_lm_in(model)
     if causal_lm not in ENGINES:
         return model
     engine = ENGINES[causal_lm]
@@ -108,7 +125,7 @@ def disable(model: nn.Module) -> nn.Module:
 def is_enabled(model: nn.Module) -> bool:
     """Return whether `model`, or the causal LM inside it, is enabled."""
     try:
-        return unwrap(model) in ENGINES
+        return _causal_lm_in(model) in ENGINES
     except UnsupportedModelError:
         return False
 
@@ -119,7 +136,7 @@ def get_engine(model: nn.Module) -> Engine:
     Raises:
         ValueError: If the model is not enabled.
     """
-    causal_lm = unwrap(model)
+    causal_lm = _causal_lm_in(model)
     if causal_lm not in ENGINES:
         raise ValueError(f"model={type(causal_lm).__name__}: expected a model that hf_paged.enable was called on")
     return ENGINES[causal_lm]
@@ -140,23 +157,36 @@ def unwrap(model: Any) -> PreTrainedModel:
     """Return the causal LM inside torch.compile's OptimizedModule, DDP and PEFT wrappers.
 
     Raises:
-        UnsupportedModelError: If its class is not supported.
+        UnsupportedModelError: If its class is not supported; the error says why.
     """
-    inner = innermost(model)
-    if not isinstance(inner, PreTrainedModel) or (inner not in ENGINES and find_executor(inner) is None):
-        inside = "" if inner is model else f" (with a {type(inner).__name__} inside)"
-        raise UnsupportedModelError(
-            f"model={type(model).__name__}{inside}: expected one of {', '.join(SUPPORTED)}, bare or wrapped"
-        )
+    inner = _causal_lm_in(model)
+    if inner not in ENGINES and (reason := unsupported_class(inner, anew=True)) is not None:
+        raise UnsupportedModelError(f"model={_name(model, inner)}: {reason.with_remedy}")
     return inner
 
 
-def unsupported_class(causal_lm: Any) -> Reason | None:
-    """Return why a model can never be enabled, or None."""
-    if find_executor(causal_lm) is not None:
-        return None
-    return Reason(f"{type(causal_lm).__name__} is no class that the paged engine runs",
-                  remedy=f"It runs in stock. The engine runs {', '.join(SUPPORTED)}.")
+def _causal_lm_in(model: Any) -> PreTrainedModel:
+    """Return the causal LM inside of wrappers, of any class.
+
+    Raises:
+        UnsupportedModelError: If there is none.
+    """
+    inner = innermost(model)
+    if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
+        raise UnsupportedModelError(f"model={_name(model, inner)}: expected a causal LM of transformers, as "
+                                    f"{', '.join(SUPPORTED)}, bare or wrapped")
+    return inner
+
+
+def _name(model: Any, inner: Any) -> str:
+    return type(model).__name__ + ("" if inner is model else f" (with a {type(inner).__name__} inside)")
+
+
+def unsupported_class(causal_lm: Any, *, anew: bool = False) -> Reason | None:
+    """Return why a model cannot be enabled, or None; ``anew``: looked at again where its class is in no table."""
+    if not isinstance(causal_lm, PreTrainedModel) or not causal_lm.can_generate():
+        return Reason("{} is no causal LM of transformers", type(causal_lm).__name__, remedy="It runs in stock.")
+    return why_no_executor(causal_lm, anew=anew)
 
 
 def innermost(model: Any) -> Any:
@@ -171,3 +201,97 @@ def innermost(model: Any) -> Any:
             inner = inner.get_base_model()
         else:
             return inner
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[nn.Module]:
+    """Let each rank generate natively and independently of the others within the context.
+
+    For an enabled model that is sharded by FSDP2. All ranks enter the context, which gathers the weights if they
+    changed; afterwards no rank waits for another, also at the end. Has no effect on any other model.
+
+    Args:
+        model: An enabled model, as for `get_engine`.
+
+    Yields:
+        `model`.
+
+    Raises:
+        ValueError: If the model is not enabled.
+        RankAloneError: If not all ranks enter within `PagedConfig.gather_timeout`.
+        FallbackError: If another rank's call goes to stock generate meanwhile, or if a call inside the context would.
+        UnsupportedModelError: If the model cannot run natively in its current state.
+    """
+    engine = get_engine(model)
+    if engine.finds_shards():
+        with refusing(engine):
+            engine.check_runnable()
+    replica = engine.replica
+    if replica is None:
+        yield model
+        return
+    if not come(engine, replica):
+        raise FallbackError(f"gathered: {OTHERS_IN_STOCK.with_remedy}")
+    with replica.pinned(in_all_threads=True):
+        yield model
+
+
+def install(config: PagedConfig | None = None, **overrides: Any) -> None:
+    """Enable every supported model at its first `generate`, `generate_batch` or `init_continuous_batching` from now on,
+    for any caller (`transformers serve`, pipelines, TRL, lm-eval).
+
+    Only these methods of `GenerationMixin` are hooked. Models that hf_paged does not support run in stock: a
+    `FallbackWarning` names each such class once. A model that is disabled afterwards stays disabled. Another call
+    changes the config of models enabled later.
+
+    Args:
+        config: Settings of the engines; None for the defaults.
+        **overrides: Single fields of `PagedConfig`.
+
+    Raises:
+        ValueError, TypeError: If a field of the config is invalid; the error names it.
+    """
+    global _config_of_install
+    _config_of_install = merged_config(config, overrides)
+    with hooks.lock.rlock:
+        if not is_installed():
+            hooks.before_first_call.append(enable_once)
+            hooks.hold()
+
+
+def uninstall() -> None:
+    """Restore the methods and disable what `install` enabled; has no effect if not installed.
+
+    Raises:
+        RuntimeError: If one of the methods was replaced after `install`; undo that first.
+    """
+    if is_installed():
+        if (name := hooks.replaced()) is not None:
+            raise RuntimeError(f"uninstall: GenerationMixin.{name} was replaced after install; undo that first")
+        hooks.before_first_call.remove(enable_once)
+        hooks.release()
+    for model in list(_enabled_by_install):
+        disable(model)
+    _enabled_by_install.clear()
+    _warned_of.clear()
+
+
+def is_installed() -> bool:
+    """Return whether `install` was called, and `uninstall` was not called since."""
+    return enable_once in hooks.before_first_call
+
+
+def enable_once(model: Any) -> None:
+    """Enable a model if it is supported and was not enabled by this function before."""
+    if model in _enabled_by_install or is_enabled(model) or fallback.in_fallback() or asked() is not None:
+        return  # within a fallback, a draft model belongs to the stock call
+    if (reason := unsupported_class(model) or unsupported_class(model, anew=True)) is not None:
+        if type(model) not in _warned_of:
+            _warned_of.add(type(model))
+            text = f"hf_paged: {reason.with_remedy}"
+            warnings.warn(text, FallbackWarning, stacklevel=level_of_caller())
+        return
+    with _enabling_one.rlock:
+        if model not in _enabled_by_install:
+            enable(model, _config_of_install)
+            _enabled_by_install.add(model)

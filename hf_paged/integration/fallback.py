@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
+
+import torch
 
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import FallbackError, FallbackWarning, Reason
 from hf_paged.integration import paths, ranks
-from hf_paged.integration.call_context import within
-from hf_paged.integration.same_draws import same_draws
-from hf_paged.options.argument_warnings import level_of_caller
-from hf_paged.parallel.intact import broken_part
+from hf_paged.integration.paths import within
+from hf_paged.options.arguments import level_of_caller
+from hf_paged.parallel.plan import broken_part
 
-_IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines with a call in stock
+IN_FALLBACK: ContextVar[tuple] = ContextVar("hf_paged_in_fallback", default=())  # engines with a call in stock
 
 
 def fall_back(engine: Engine, reason: Reason, call: Callable[[], Any], num_tokens: Callable[[Any], int]) -> Any:
@@ -32,26 +33,22 @@ def announce_fallback(engine: Engine, reason: Reason) -> None:
     stock cannot run it either."""
     paths.answer(engine, "stock", reason)
     with ranks.refusing(engine):
-        _warn_or_raise(engine, reason)
+        if engine.group.driven:
+            raise FallbackError(f"tensor_parallel_size={engine.group.size}, where rank 0 cannot run stock generate "
+                                f"alone, and this call would go there: {reason.with_remedy}")
+        if (broken := broken_part(engine.model)) is not None:
+            raise FallbackError("this call would go to stock generate, which would be wrong as well: "
+                                f"{broken.with_remedy}")
+        if engine.config.strict:
+            raise FallbackError(f"strict=True, and this call would go to stock generate: {reason.with_remedy}")
+        if engine.calls.is_first_warning(reason):
+            try:
+                text = f"hf_paged: this call goes to stock generate: {reason.with_remedy}"
+                warnings.warn(text, FallbackWarning, stacklevel=level_of_caller())
+            except FallbackWarning:
+                engine.calls.take_warning_back(reason)
+                raise
     ranks.go_to_stock(engine, reason)
-
-
-def _warn_or_raise(engine: Engine, reason: Reason) -> None:
-    if engine.group.driven:
-        raise FallbackError(f"tensor_parallel_size={engine.group.size}, where rank 0 cannot run stock generate alone, "
-                            f"and this call would go there: {reason.with_remedy}")
-    if (broken := broken_part(engine.model)) is not None:
-        raise FallbackError("this call would go to stock generate, which would be wrong as well: "
-                            f"{broken.with_remedy}")
-    if engine.config.strict:
-        raise FallbackError(f"strict=True, and this call would go to stock generate: {reason.with_remedy}")
-    if engine.calls.is_first_warning(reason):
-        try:
-            text = f"hf_paged: this call goes to stock generate: {reason.with_remedy}"
-            warnings.warn(text, FallbackWarning, stacklevel=level_of_caller())
-        except FallbackWarning:
-            engine.calls.take_warning_back(reason)
-            raise
 
 
 def value_reason(error: Exception) -> Reason:
@@ -73,19 +70,10 @@ def _without_data(text: str) -> str:
     return re.sub(r"tensor\(.*?(\)|$)", "a tensor", text, flags=re.DOTALL)
 
 
-def in_fallback(engine: Engine) -> bool:
-    """Return whether the code runs inside a call of this engine's model in stock."""
-    return engine in _IN_FALLBACK.get()
-
-
-def fallback_engines() -> tuple:
-    """Return the engines with a call in stock in this context (see `quiet_fallbacks`)."""
-    return _IN_FALLBACK.get()
-
-
-def outside_of_fallbacks() -> AbstractContextManager[None]:
-    """Treat calls in this context as if no call ran in stock."""
-    return within(_IN_FALLBACK, ())
+def in_fallback(engine: Engine | None = None) -> bool:
+    """Return whether the code runs inside a call in stock (see `quiet_fallbacks`), of any model or of this engine's."""
+    inside = IN_FALLBACK.get()
+    return bool(inside) if engine is None else engine in inside
 
 
 @contextmanager
@@ -93,5 +81,22 @@ def quiet_fallbacks(engine: Engine | None) -> Iterator[None]:
     """Send calls that stock makes in this context to stock without a warning, such as calls for drafts."""
     inside = engine is None or in_fallback(engine)
     draws = nullcontext() if engine is None or inside else same_draws(engine)
-    with within(_IN_FALLBACK, (*_IN_FALLBACK.get(), engine)), draws:
+    with within(IN_FALLBACK, (*IN_FALLBACK.get(), engine)), draws:
+        yield
+
+
+@contextmanager
+def same_draws(engine: Engine) -> Iterator[None]:
+    """Give all ranks rank 0's random numbers within the context: different tokens would corrupt their sums."""
+    group, device = engine.group, engine.model.device
+    if not group.is_parallel:
+        yield
+        return
+    on_gpu = device.type == "cuda"
+    host, gpu = group.broadcast((torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None))
+    with torch.random.fork_rng([device] if on_gpu else [], enabled=group.rank > 0):
+        if group.rank > 0:
+            torch.set_rng_state(host)
+            if gpu is not None:
+                torch.cuda.set_rng_state(gpu, device)
         yield

@@ -19,11 +19,10 @@ from transformers import GenerationMixin
 from hf_paged.engine.engine import Engine
 from hf_paged.guards.origin import chain_of
 from hf_paged.integration import fallback, generate, paths, ranks, stock_loop
-from hf_paged.integration.cache_name import CACHE_NAME
+from hf_paged.integration.caches import CACHE_NAME
 from hf_paged.integration.continuous_batching.methods import METHODS, destroy_cached_manager
-from hf_paged.integration.engines import ENGINES, engine_of
-from hf_paged.integration.structured_calls import with_structure
-from hf_paged.integration.view import model_of, view_of
+from hf_paged.integration.enabled import ENGINES, engine_of, model_of, view_of
+from hf_paged.integration.recognise.structured import with_structure
 from hf_paged.options.settings import option_reason
 from hf_paged.process_lock import ProcessLock
 
@@ -87,7 +86,7 @@ def _inherited(name: str, current: Callable) -> Callable:
 
 
 def hold() -> None:
-    """Place the hooks and keep them until the matching `release`."""
+    """Place the hooks and keep them until the matching call of `release`."""
     global _holders
     with lock.rlock:
         _holders += 1
@@ -95,7 +94,6 @@ def hold() -> None:
 
 
 def release() -> None:
-    """End one `hold`."""
     global _holders
     with lock.rlock:
         _holders -= 1
@@ -104,7 +102,6 @@ def release() -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Keep the hooks placed within the context."""
     hold()
     try:
         yield
@@ -117,16 +114,17 @@ def _generate_hook(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def generate_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model, engine = _of_first_call(self)
+        model, engine = _of_call(self)
         if engine is None:
             return original(model, *args, **kwargs)
-        if _is_of_assistant(kwargs) and fallback.fallback_engines():  # a draft model within a call that runs in stock
+        is_assistant = getattr(kwargs.get("generation_config"), "is_assistant", False)
+        if is_assistant and fallback.in_fallback():  # a draft model within a call that runs in stock
             with fallback.quiet_fallbacks(engine):
                 return original(model, *args, **kwargs)
         is_inner = fallback.in_fallback(engine)
         with nullcontext() if is_inner else ranks.refusing(engine), paths.answered():
             if (structured := kwargs.pop("structured", None)) is not None:
-                kwargs["logits_processor"] = _structured(model, engine, structured, args, kwargs)
+                kwargs["logits_processor"] = with_structure(engine, structured, args, kwargs)
             loop = args[_CUSTOM] if len(args) > _CUSTOM else kwargs.get("custom_generate")
             reason = engine.class_reason()
             if loop is not None:
@@ -139,39 +137,37 @@ def _generate_hook(original: Callable) -> Callable:
             if is_inner or reason is None:
                 return call()
             ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
-            return fallback.fall_back(engine, reason, call, _after_the_prompt(model, ids))
+            width = ids.shape[-1] if isinstance(ids, torch.Tensor) else 0
+            # With padding, which cannot be recognised here.
+            return fallback.fall_back(engine, reason, call, lambda result: paths.new_tokens(
+                result, width, (), model.generation_config))
         return None  # `answered` ended a call of `explain`
 
     return generate_
 
 
-def _is_of_assistant(kwargs: dict[str, Any]) -> bool:
-    """Return whether the call is by stock's assisted decoding, for a draft."""
-    return bool(getattr(kwargs.get("generation_config"), "is_assistant", False))
+def _batching_hook(function: Callable, original: Callable, *, begins: bool = True) -> Callable:
+    """Hook a method of continuous batching: `function(original, model, engine, ...)` for an enabled model.
 
-
-def _batching_hook(function: Callable, looks_up: Callable, original: Callable) -> Callable:
-    """Hook a method of continuous batching: `function(original, model, ...)` if `looks_up` finds an enabled model."""
+    `begins`: the method may begin requests, so that `install` enables the model, and calls within stock stay there.
+    """
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model, engine = looks_up(self)
-        return original(model, *args, **kwargs) if engine is None else function(original, model, *args, **kwargs)
+        model, engine = _of_call(self, enables=begins)
+        if engine is None or (begins and fallback.in_fallback(engine)):
+            return original(model, *args, **kwargs)
+        return function(original, model, engine, *args, **kwargs)
 
     return method
 
 
-def _of_call(self: Any) -> tuple[Any, Engine | None]:
-    """Return the model of a call, and its engine or None if it is not enabled."""
+def _of_call(self: Any, *, enables: bool = True) -> tuple[Any, Engine | None]:
+    """Return the model of a call, which `install` may enable, and its engine or None if it is not enabled."""
     model = model_of(self)
+    for prepare in before_first_call if enables else ():
+        prepare(model)
     return model, engine_of(model)
-
-
-def _of_first_call(self: Any) -> tuple[Any, Engine | None]:
-    """Return `_of_call`, after `install` may have enabled the model."""
-    for prepare in before_first_call:
-        prepare(model_of(self))
-    return _of_call(self)
 
 
 def _decoding_methods(stock: Any) -> dict[str, Callable]:
@@ -182,22 +178,6 @@ def _decoding_methods(stock: Any) -> dict[str, Callable]:
         "_assisted_decoding": generate.assisted_method(stock),
         "_prepare_cache_for_generation": _no_cache_for_a_question(stock),
     }
-
-
-def _structured(model: Any, engine: Engine, structured: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the logits processors of a `generate` call with these arguments and a structured output."""
-    inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
-    num_prompts = len(inputs) if isinstance(inputs, torch.Tensor) else 1
-    tokenizer = kwargs.get("tokenizer")
-    if tokenizer is None and engine.tokenizer is None:
-        raise ValueError(f"structured={structured!r:.200}: expected tokenizer= beside it, by which texts become tokens")
-    return with_structure(engine, num_prompts, structured, tokenizer, kwargs.get("logits_processor"))
-
-
-def _after_the_prompt(model: Any, ids: Any) -> Callable[[Any], int]:
-    """Return a function that counts a custom decoding's new tokens; includes padding, which cannot be recognised."""
-    width = ids.shape[-1] if isinstance(ids, torch.Tensor) else 0
-    return lambda result: paths.new_tokens(result, width, (), model.generation_config)
 
 
 def _no_cache_for_a_question(stock: Any) -> Callable:
@@ -217,6 +197,7 @@ def _no_cache_for_a_question(stock: Any) -> Callable:
 # Factories of hooks by method name; each gets the current method.
 _HOOKS: dict[str, Callable[[Callable], Callable]] = {
     "generate": _generate_hook,
-    **{name: functools.partial(_batching_hook, function, _of_first_call) for name, function in METHODS.items()},
-    "destroy_cached_continuous_batching_manager": functools.partial(_batching_hook, destroy_cached_manager, _of_call),
+    **{name: functools.partial(_batching_hook, function) for name, function in METHODS.items()},
+    "destroy_cached_continuous_batching_manager": functools.partial(
+        _batching_hook, destroy_cached_manager, begins=False),
 }

@@ -1,9 +1,9 @@
-"""Path of a `generate` call: reported to `explain` before decoding, and counted afterwards."""
+"""Context of a `generate` call (seed, salt, question of `explain`), and its path, which is counted after decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,10 +14,25 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import Reason
-from hf_paged.integration.call_context import within
 from hf_paged.outputs import Completion, StepOutput
 
 T = TypeVar("T")
+# The seed of calls, in place of the config's or of one drawn from torch's generator.
+CALL_SEED: ContextVar[int | None] = ContextVar("hf_paged_call_seed", default=None)
+# Calls share cached prefixes only with calls of the same digest (see `salt_digest`).
+CALL_SALT: ContextVar[bytes] = ContextVar("hf_paged_call_salt", default=b"")
+
+
+@contextmanager
+def within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Set `variable` to `value` within the context."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 _FOR_ALL_ROWS = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)  # the only other end of a row is an EOS
 
 
@@ -37,17 +52,13 @@ class Question:
     answer: Answer | None = None
 
 
-_ASKED: ContextVar[Question | None] = ContextVar("hf_paged_asked", default=None)
-
-
-def asking(question: Question) -> AbstractContextManager[None]:
-    """Make calls of the question's model end where they would start to decode, within the context."""
-    return within(_ASKED, question)
+# Calls of the question's model end where they would start to decode.
+ASKED: ContextVar[Question | None] = ContextVar("hf_paged_asked", default=None)
 
 
 def asked() -> Engine | None:
-    """Return the engine of the innermost `asking`, or None."""
-    question = _ASKED.get()
+    """Return the engine of the question that this context asks, or None."""
+    question = ASKED.get()
     return None if question is None else question.engine
 
 
@@ -63,7 +74,7 @@ def answered() -> Iterator[None]:
     try:
         yield
     except Answer as found:
-        question = _ASKED.get()
+        question = ASKED.get()
         assert question is not None
         question.answer = found
 
@@ -96,7 +107,7 @@ def counted(engine: Engine, path: str, reason: Reason | None, call: Callable[[],
     with counting(engine, path, reason) as one:
         result = call()
         one.num_tokens = num_tokens(result)
-        return result
+    return result
 
 
 def new_tokens(result: Any, width: int, stopping_criteria: Any, config: GenerationConfig) -> int:

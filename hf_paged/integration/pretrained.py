@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,7 @@ from transformers.utils.hub import cached_files
 
 from hf_paged.config import OF_LOADING, PagedConfig
 from hf_paged.kernels.weights_checksum import warm_up
-from hf_paged.parallel.checkpoint import find_files
-from hf_paged.parallel.checkpoint_place import check_place, naming_broken_files, naming_the_place
+from hf_paged.parallel.checkpoint import check_place, find_files, naming_broken_files, naming_the_place
 from hf_paged.vllm_names import LOADING, SAMPLING, unknown_names
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -45,28 +44,15 @@ _ACCEPTED = _OF_FIELDS | OF_TOKENIZERS | _names(PreTrainedModel.from_pretrained)
 
 @dataclass(frozen=True)
 class Loading:
-    """How a model is loaded.
+    """How a model is loaded."""
 
-    Attributes:
-        dtype: Dtype of the weights, or "auto".
-        device: Device for all weights.
-        is_mapped: True if a `device_map` was given.
-        arguments: Other arguments of transformers' `from_pretrained`, with trust_remote_code.
-    """
-
-    dtype: str | torch.dtype
+    dtype: str | torch.dtype  # or "auto"
     device: torch.device
-    is_mapped: bool
-    arguments: dict[str, Any]
-
-    @property
-    def of_tokenizer(self) -> dict[str, Any]:
-        """Return the arguments that the tokenizer's `from_pretrained` also takes."""
-        return {name: value for name, value in self.arguments.items() if name in OF_TOKENIZERS}
+    is_mapped: bool  # a `device_map` was given
+    arguments: dict[str, Any]  # others of transformers' `from_pretrained`, with trust_remote_code
 
     @property
     def of_files(self) -> dict[str, Any]:
-        """Return the arguments that locate any file."""
         return {name: value for name, value in self.arguments.items() if name in OF_FILES}
 
     def of_ranks(self, size: int) -> dict[str, Any]:
@@ -164,9 +150,14 @@ def _naming_unknown_arguments(arguments: dict[str, Any]) -> Iterator[None]:
 
 def tokenizer_of(path_or_id: str | os.PathLike, loading: Loading) -> Any:
     """Load the model's tokenizer; returns None without tokenizer files, where AutoTokenizer would make an empty one."""
-    if not _has_tokenizer(path_or_id, loading.of_files):
+    for file in TOKENIZER_FILES:
+        with suppress(OSError):
+            if cached_file(path_or_id, file, **loading.of_files) is not None:
+                break
+    else:
         return None
-    return AutoTokenizer.from_pretrained(path_or_id, padding_side="left", **loading.of_tokenizer)
+    of_tokenizer = {name: value for name, value in loading.arguments.items() if name in OF_TOKENIZERS}
+    return AutoTokenizer.from_pretrained(path_or_id, padding_side="left", **of_tokenizer)
 
 
 def check_checkpoint(path_or_id: str | os.PathLike, loading: Loading) -> None:
@@ -177,13 +168,3 @@ def check_checkpoint(path_or_id: str | os.PathLike, loading: Loading) -> None:
 
 def _default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _has_tokenizer(path_or_id: str | os.PathLike, of_files: dict[str, Any]) -> bool:
-    for name in TOKENIZER_FILES:
-        try:
-            if cached_file(path_or_id, name, **of_files) is not None:
-                return True
-        except OSError:
-            continue
-    return False

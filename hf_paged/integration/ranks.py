@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import FallbackError, Reason
 from hf_paged.integration import paths
-from hf_paged.integration.engines import engine_of
-from hf_paged.models.replica import Replica, num_meetings
+from hf_paged.parallel.replica import Replica, num_meetings
 
 T = TypeVar("T")
 OTHERS_IN_STOCK = Reason("this call runs in stock on another rank of the sharded model",
@@ -74,24 +73,10 @@ def refusing(engine: Engine) -> Iterator[None]:
     except BaseException as error:
         with suppress(Exception):  # the call's own error is the one to raise
             if engine.finds_shards() and num_meetings(engine.model) == before:
-                _refuse(engine.replica, error)
+                replica = engine.replica
+                if replica is not None and replica.is_readable and not replica.is_pinned:
+                    replica.refuse(error)
         raise
-
-
-def _refuse(replica: Replica | None, error: BaseException) -> None:
-    if replica is not None and replica.is_readable and not replica.is_pinned:
-        replica.refuse(error)
-
-
-def forward_of(model: Any) -> Callable[..., Any]:
-    """Return the callable for a model's forward within `generate`: over gathered weights in a native call.
-
-    Processors call the model, such as that of `guidance_scale`; the model's own forward would wait for the other ranks,
-    each of which takes another number of steps.
-    """
-    engine = engine_of(model)
-    replica = None if engine is None else engine.replica
-    return model if replica is None or not replica.is_pinned_here else replica.forward
 
 
 def come(engine: Engine, replica: Replica) -> bool:

@@ -1,53 +1,58 @@
-"""Conversion of a call of a `PagedGenerator` into requests of the engine: all are checked before any of them runs."""
+"""Conversion of a call of a `PagedGenerator` into specifications of requests: all are checked before any of them runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
 
 from transformers import GenerationConfig
 
 from hf_paged.config import require_int
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.session import NewRequest, copy_ids
+from hf_paged.engine.session import copy_ids
 from hf_paged.errors import UnsupportedModelError, UnsupportedOptionError
-from hf_paged.integration.best_of import num_candidates
-from hf_paged.options.argument_warnings import ArgumentWarnings
-from hf_paged.options.arguments import base_seed, num_copies, salt_digest
+from hf_paged.options.arguments import MOST_COPIES, ArgumentWarnings, base_seed, num_copies, salt_digest
 from hf_paged.options.chat_keywords import split_keywords, template_parameters
-from hf_paged.options.continued import PreviousOutput, split_output
 from hf_paged.options.keywords import DEFAULTS, OF_CALL
-from hf_paged.options.prompts import prompt_ids, prompt_list
-from hf_paged.options.read import MergeCache, SettingsReader
-from hf_paged.options.request_options import (
-    PLAIN,
-    RequestOptions,
-    RequestSettings,
+from hf_paged.options.prompts import prompt_ids, prompt_list, split_output
+from hf_paged.options.read import MergeCache, SpecReader
+from hf_paged.options.request_spec import (
+    RequestSpec,
+    changed,
     check_options,
     check_priority,
-    scoring_only,
+    options_per_prompt,
+    take_options,
 )
 from hf_paged.options.structured import Structured, read_structured
 from hf_paged.outputs import Completion, StepOutput
+from hf_paged.sampling.log_probs import PROCESSED
 from hf_paged.sampling.sampler import derive_seed
-from hf_paged.sampling.token_log_probs import PROCESSED
 
 ON_ERROR = ("raise", "complete")
 
 
 @dataclass(frozen=True)
 class Call:
-    """The unchecked arguments of `PagedGenerator.generate`; `keywords` has those of its ``generate_kwargs``."""
+    """The unchecked arguments of `PagedGenerator.generate`.
+
+    Attributes:
+        options: the given options of `PLAIN`.
+        keywords: the ``generate_kwargs``.
+    """
 
     prompts: Any
     generation_config: Any
     seed: Any
     cache_salt: Any
     adapter_names: Any
-    options: RequestOptions
+    options: dict[str, Any]
     priority: Any
     best_of: Any
     on_error: str
@@ -59,7 +64,7 @@ class Call:
     @classmethod
     def of(cls, prompts: Any, generation_config: Any = None, **keywords: Any) -> Call:
         """Return the call with these arguments, and the defaults of `PagedGenerator.generate` for others."""
-        options = RequestOptions.among(keywords)
+        options = take_options(keywords)
         named = {name: keywords.pop(name, DEFAULTS.get(name)) for name in OF_CALL}
         return cls(prompts, generation_config, options=options, keywords=keywords, **named)
 
@@ -71,7 +76,7 @@ class Call:
 
     def check(self, vocab_size: int) -> None:
         """Raise TypeError or ValueError for arguments that are wrong for every prompt; ``vocab_size`` as in
-        `settings_with`."""
+        `RequestSpec.with_options`."""
         check_options(self.options, vocab_size)
         if not isinstance(self.priority, (list, tuple)):
             check_priority(self.priority)
@@ -89,14 +94,10 @@ class Call:
     def check_for_tensors(self, vocab_size: int) -> None:
         """Call `check`, and raise ValueError for arguments that are not accepted with tensors."""
         self.check(vocab_size)
-        others = {"priority": self.priority != 0, "best_of": self.best_of is not None}
-        if asked := [*self.options.asked(), *(name for name, is_asked in others.items() if is_asked)]:
-            raise ValueError(f"{', '.join(asked)}: expected it left out where tensors come in; give token ids")
-        if self.on_error != "raise":
-            raise ValueError(f"on_error={self.on_error!r}: expected 'raise' where tensors come in; give token ids")
-        if self.request_ids is not None:
-            raise ValueError(f"request_ids={self.request_ids!r:.80}: expected None where tensors come in; give token "
-                             "ids")
+        others = {"priority": self.priority != 0, "best_of": self.best_of is not None,
+                  "on_error": self.on_error != "raise", "request_ids": self.request_ids is not None}
+        if given := [*changed(self.options), *(name for name, is_given in others.items() if is_given)]:
+            raise ValueError(f"{', '.join(given)}: expected the defaults where tensors come in; give token ids")
         of_template = sorted({*(self.chat_template_kwargs or ()), *(template_parameters(None) & {*self.keywords})} -
                              {*vars(GenerationConfig())})
         if of_template:
@@ -113,30 +114,16 @@ class Call:
         return Completion([], None, "error", list(ids), error=error_text(error))
 
 
-class PlannedCompletion(NamedTuple):
-    """A completion to be made: the index of its prompt, its request (or its completion, if it cannot run), and how many
-    of the prompt's completions are returned (``best``; None for all)."""
-
-    prompt: int
-    what: NewRequest | Completion
-    best: int | None = None
-
-
-class RequestMaker:
-    """The maker of the requests of one generator's calls.
-
-    Args:
-        engine: the engine that runs the requests.
-        model: the causal LM.
-    """
+class CallReader:
+    """The reader of one generator's calls."""
 
     def __init__(self, engine: Engine, model: Any) -> None:
         self._engine, self._model = engine, model
         self._notices = ArgumentWarnings()
         self._merges = MergeCache()
 
-    def make(self, call: Call) -> list[PlannedCompletion]:
-        """Return every completion of the call, in order.
+    def read(self, call: Call) -> list[RequestSpec | Completion]:
+        """Return, for every completion of the call in order, its request, or the completion if it cannot run.
 
         Raises:
             ValueError, TypeError: an argument of the whole call is wrong; with ``on_error="raise"`` also if a prompt
@@ -158,14 +145,14 @@ class RequestMaker:
         if not isinstance(call.cache_salt, (list, tuple)):
             salt_digest(call.cache_salt)
         own_entries = [model.generation_config, *{id(config): config for config in configs}.values()]
-        options = call.options.per_prompt(len(prompts))
+        options = options_per_prompt(call.options, len(prompts))
         priorities = [check_priority(one) for one in one_per_prompt("priority", call.priority, len(prompts))]
         most = one_per_prompt("best_of", call.best_of, len(prompts))
         given_keywords = {**call.keywords, "max_new_tokens": 1} if call.scores_only else call.keywords
         template, keywords = split_keywords(given_keywords, call.chat_template_kwargs, prompts, engine.tokenizer,
                                             own_entries)
-        read = SettingsReader(model, keywords, self._merges, engine.num_logits)
-        asked: list[PlannedCompletion] = []
+        read = SpecReader(model, keywords, self._merges, engine.num_logits)
+        planned: list[RequestSpec | Completion] = []
         max_model_len = engine.max_model_len
         for index, ids in enumerate(self._checked(prompts, template)):
             config = configs[index]
@@ -180,18 +167,22 @@ class RequestMaker:
                     raise form
                 merged = read.merged(config)
                 self._notices.look(merged, config, keywords, model.generation_config)
-                settings, wanted = self._settled(ids, config, call, read, options[index], salts[index], adapter)
-                self._notices.look_at_length(len(ids), settings.max_new_tokens, max_model_len, config, keywords)
-                copies = wanted if most[index] is None else num_candidates(most[index], wanted, settings)
-                if most[index] is not None and settings.logprobs is None:
-                    settings = replace(settings, logprobs=PROCESSED)
-                if form is not None:
-                    settings = replace(settings, structured=form)
-                before = self._before(ids, given[index][1], settings, copies)
-                first = 0 if own_seeds else len(asked)
-                names = copy_ids(request_ids[index], copies)
-                made = [self._request(ids, settings, seeds[index], first + copy, before, autocast=autocast,
-                                      request_id=names[copy], priority=priorities[index]) for copy in range(copies)]
+                spec, wanted = self._settled(ids, config, call, read, options[index], salts[index], adapter)
+                self._notices.look_at_length(len(ids), spec.max_new_tokens, max_model_len, config, keywords)
+                copies = wanted if most[index] is None else num_candidates(most[index], wanted, spec)
+                if most[index] is not None and spec.logprobs is None:
+                    spec = spec.but(logprobs=PROCESSED)
+                spec = spec.but(structured=form, priority=priorities[index], autocast=autocast, index=index,
+                                best=wanted if copies > wanted else None)
+                if (previous := given[index][1]) is not None:
+                    if copies > 1 and previous.seed is not None:
+                        raise ValueError(f"num_return_sequences={copies!r}: expected 1 for a Completion, which draws "
+                                         "on with its own seed; for several ways on give its prompt_token_ids and "
+                                         "output_token_ids")
+                    spec = spec.but(previous=engine.check_made(spec.prompt, previous, spec))
+                first = 0 if own_seeds else len(planned)
+                specs = [self._numbered(spec, request_id, seeds[index], first + copy)
+                         for copy, request_id in enumerate(copy_ids(request_ids[index], copies))]
             except UnsupportedModelError:
                 raise
             except Exception as error:
@@ -199,13 +190,13 @@ class RequestMaker:
                     if not isinstance(error, (TypeError, ValueError)):
                         raise
                     if config is call.generation_config:  # raises if the error is one of every prompt
-                        of_all = options[index] if options[index] is call.options else PLAIN
+                        of_all = options[index] if options[index] is call.options else {}
                         self._settled([0], config, call, read, of_all, None, None)
                 failed = call.failed(index, error, [] if isinstance(ids, Exception) else ids)
-                asked += [PlannedCompletion(index, failed)] * _copies_of(config, keywords, model.generation_config)
+                planned += [failed] * _copies_of(config, keywords, model.generation_config)
             else:
-                asked += [PlannedCompletion(index, request, wanted if copies > wanted else None) for request in made]
-        return asked
+                planned += specs
+        return planned
 
     def _request_ids(self, given: Any, count: int) -> list[str | None]:
         """Return each prompt's id of ``request_ids``, or None."""
@@ -243,7 +234,7 @@ class RequestMaker:
                 waiter.cancel()
 
     def begin_forms(self, structured: Any) -> list[Future[Any]]:
-        """Start to compile the forms of a call, and return futures; errors are left to `make`."""
+        """Start to compile the forms of a call, and return futures; errors are left to `read`."""
         is_one = not isinstance(structured, (list, tuple)) or isinstance(structured, Structured)
         begun = []
         for one in [structured] if is_one else structured:
@@ -261,64 +252,47 @@ class RequestMaker:
         check = self._engine.check_prompt
         return [f if isinstance(f, Exception) else _attempt(check, f, (TypeError, ValueError)) for f in forms]
 
-    def _settled(self, ids: list[int], config: GenerationConfig | None, call: Call, read: SettingsReader,
-                 options: RequestOptions, salt: Any, adapter: Any) -> tuple[RequestSettings, int]:
-        """Return the settings of one prompt, and its number of completions."""
-        settings = read.settings(config, len(ids), options)
+    def _settled(self, ids: list[int], config: GenerationConfig | None, call: Call, read: SpecReader,
+                 options: dict[str, Any], salt: Any, adapter: Any) -> tuple[RequestSpec, int]:
+        """Return the specification of one prompt's requests, and the number of its completions."""
+        spec = read.spec(config, len(ids), options)
         if call.scores_only:
-            settings = scoring_only(settings)
-        if salt is not None:
-            settings = replace(settings, cache_salt=salt_digest(salt))
-        if adapter is not None:
-            settings = replace(settings, adapter_name=adapter)
+            spec = spec.scoring_only()
+        spec = spec.but(prompt=ids, cache_salt=salt_digest(salt), adapter_name=adapter)
         copies = num_copies(read.merged(config).num_return_sequences)
-        if copies > 1 and not settings.do_sample:
+        if copies > 1 and not spec.do_sample:
             raise ValueError(f"num_return_sequences={copies!r}: expected 1, or more with do_sample=True")
-        self._engine.stop_rule(settings, ids)
-        return settings, copies
+        self._engine.stop_rule(spec, ids)
+        return spec, copies
 
-    def _before(self, ids: list[int], made: PreviousOutput | None, settings: RequestSettings,
-                copies: int) -> PreviousOutput | None:
-        """Return the earlier output that a prompt continues after checking it, or None."""
-        if made is None:
-            return None
-        if copies > 1 and made.seed is not None:
-            raise ValueError(f"num_return_sequences={copies!r}: expected 1 for a Completion, which draws on with its "
-                             "own seed; for several ways on give its prompt_token_ids and output_token_ids")
-        return self._engine.check_made(ids, made, settings)
-
-    def _request(self, ids: list[int], settings: RequestSettings, seed: Any, number: int, made: PreviousOutput | None,
-                 **others: Any) -> NewRequest:
+    def _numbered(self, spec: RequestSpec, request_id: str | None, seed: Any, number: int) -> RequestSpec:
+        """Return one request of a prompt's, with its own id, seed and stop rule."""
         seed = derive_seed(base_seed(seed, self._engine.config.seed), number)
-        if made is not None and made.seed is not None:
-            seed = made.seed
-        return NewRequest(ids, settings, seed=seed, stop=self._engine.stop_rule(settings, ids), made=made, **others)
+        if spec.previous is not None and spec.previous.seed is not None:
+            seed = spec.previous.seed
+        return spec.but(request_id=request_id, seed=seed, stop=self._engine.stop_rule(spec, spec.prompt))
 
 
-def wanted(asked: list[PlannedCompletion]) -> list[NewRequest]:
-    """Return the requests among planned completions."""
-    return [one.what for one in asked if isinstance(one.what, NewRequest)]
+def runnable(planned: list[RequestSpec | Completion]) -> list[RequestSpec]:
+    return [one for one in planned if isinstance(one, RequestSpec)]
 
 
-def numbered(call: Call, asked: list[PlannedCompletion],
+def numbered(call: Call, planned: list[RequestSpec | Completion],
              added: list[str | ValueError]) -> tuple[dict[str, int], list[tuple[int, StepOutput]]]:
     """Return the index of each added request's completion by request id, and the outputs of all other completions.
 
-    Args:
-        call: with ``on_error="raise"`` a request that the engine refuses raises its error.
-        asked: all planned completions.
-        added: the result of `Engine.add_all` for `wanted`.
+    ``added`` is the result of `Engine.add_all` for `runnable`. With ``on_error="raise"`` a refused request raises.
     """
     index: dict[str, int] = {}
     refused: list[tuple[int, StepOutput]] = []
     answers = iter(added)
-    for number, one in enumerate(asked):
-        if isinstance(one.what, Completion):
-            refused.append((number, refused_output(one.what)))
+    for number, one in enumerate(planned):
+        if isinstance(one, Completion):
+            refused.append((number, refused_output(one)))
         elif isinstance(answer := next(answers), str):
             index[answer] = number
         else:  # `Engine.add` refused the request, for settings that the device's tables cannot hold for instance
-            refused.append((number, refused_output(call.failed(one.prompt, answer, one.what.prompt))))
+            refused.append((number, refused_output(call.failed(one.index, answer, one.prompt))))
     return index, refused
 
 
@@ -359,3 +333,35 @@ def one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
     if len(value) != count:
         raise ValueError(f"{name}: a list of {len(value)} for {count} prompts; expected one, or one per prompt")
     return list(value)
+
+
+def best_outputs(planned: Sequence[RequestSpec | Completion], made: list[StepOutput]) -> list[StepOutput]:
+    """Return the requested number of each prompt's candidates, best first by `Completion.cumulative_logprob`.
+
+    A candidate that failed, or whose log-probabilities are unknown, comes after the others. ``planned`` is grouped by
+    prompt, and ``made`` are the last outputs.
+    """
+    chosen: list[StepOutput] = []
+    ranked = [(one.index, one.best) if isinstance(one, RequestSpec) else (None, None) for one in planned]
+    for (_, best), group in groupby(zip(ranked, made, strict=True), key=itemgetter(0)):
+        outputs = [output for _, output in group]
+        chosen += outputs if best is None else sorted(outputs, key=_rank)[:best]  # stable
+    return chosen
+
+
+def _rank(output: StepOutput) -> tuple[bool, float]:
+    completion = output.completion
+    assert completion is not None
+    known = completion.cumulative_logprob
+    ended_early = completion.finish_reason in ("error", "abort", "timeout")
+    return ended_early or known is None, 0.0 if known is None else -known
+
+
+def num_candidates(best_of: Any, wanted: int, spec: RequestSpec) -> int:
+    """Return the number of candidates for ``wanted`` completions; a ValueError or TypeError names `best_of`."""
+    require_int("best_of", best_of, 1)
+    if not wanted <= best_of <= MOST_COPIES:
+        raise ValueError(f"best_of={best_of!r}: expected at least num_return_sequences={wanted}, at most {MOST_COPIES}")
+    if best_of > 1 and not spec.do_sample:
+        raise ValueError(f"best_of={best_of!r}: expected 1, or more with do_sample=True")
+    return best_of

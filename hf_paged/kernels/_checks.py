@@ -53,3 +53,16 @@ def check_tensors(*table: Expected) -> None:
     for row in table:
         if not row.holds():
             raise ValueError(str(row))
+
+
+def check_logits(logits: torch.Tensor) -> None:
+    """Raise ValueError unless the logits are ``[R, V]``, V > 0, bf16, fp16 or fp32, with contiguous rows."""
+    if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"logits must be [R, V], V > 0, bf16, fp16 or fp32, got {tuple(logits.shape)} {logits.dtype}")
+    if logits.stride(1) != 1:
+        raise ValueError(f"the last dim of logits must be contiguous: strides {logits.stride()}")
+
+
+def position_dtype(position: torch.Tensor) -> torch.dtype:
+    """The dtype that positions are to have: int64 or int32."""
+    return torch.int32 if position.dtype == torch.int32 else torch.int64

@@ -30,7 +30,8 @@ else:
 _PREFETCH_BYTES = 16 << 20
 
 __all__ = [
-    "after_previous_kernel", "cdiv", "column_numbers", "jit", "next_power_of_2", "on_device_of", "pdl_options",
+    "after_previous_kernel", "cdiv", "column_numbers", "constants", "jit", "next_power_of_2", "on_device_of",
+    "pdl_options",
     "pdl_supported", "prefetch_options", "prefetch_rows", "prefetch_vector", "require_triton", "tl", "triton",
 ]
 
@@ -49,13 +50,35 @@ def jit(
     return triton.jit(**options) if triton.knobs.runtime.interpret else partial(Kernel, **options)
 
 
+@lru_cache(maxsize=1024, typed=True)
+def constants(shape: Any) -> Any:
+    """Return a NamedTuple whose fields are constants to a kernel that takes it as one argument, for the kernel alone.
+
+    Triton 3.6 hands out plain numbers otherwise, which it takes for no size of a tensor and no `tl.static_range`; its
+    interpreter takes nothing else.
+    """
+    if tl is None or triton.knobs.runtime.interpret:
+        return shape
+    return _class_of_constants(shape.__class__)(*shape)
+
+
+@lru_cache(maxsize=16)
+def _class_of_constants(kind: Any) -> Any:
+    def field(at: int) -> property:
+        return property(lambda self: tl.constexpr(self[at]))
+
+    return type(kind.__name__, (kind,), {
+        "__slots__": (), "__reduce__": lambda self: (constants, (kind(*self),)),
+        **{name: field(at) for at, name in enumerate(kind._fields)}})
+
+
 def column_numbers(columns: Any) -> list[Any]:
-    """A number for each field of a NamedTuple class, in order, as kernels take it from outside."""
-    return [i if tl is None else tl.constexpr(i) for i in range(len(columns._fields))]
+    """A number for each field of a NamedTuple class, in order, and how many there are; kernels see them as globals."""
+    return [i if tl is None else tl.constexpr(i) for i in range(len(columns._fields) + 1)]
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device: make it the tensor's (nothing to do for CPU tensors)."""
+    """Return a context in which the tensor's device is the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
@@ -66,7 +89,7 @@ def require_triton() -> None:
 
 
 def cdiv(count: int, size: int) -> int:
-    """How many tiles of a size cover a count. ``triton.cdiv`` on the host takes 2 us, as kernels may call it, too."""
+    """Return how many tiles of a size cover a count, faster than ``triton.cdiv``, which takes 2 us on the host."""
     return -(-count // size)
 
 
@@ -86,7 +109,7 @@ def next_power_of_2(number: int) -> int:
 
 @lru_cache(maxsize=64)
 def pdl_supported(device: torch.device) -> bool:
-    """Can kernels on `device` start before their predecessor ends? Not in the interpreter, nor before Hopper."""
+    """Return whether kernels on `device` can start before their predecessor ends: from Hopper on, not interpreted."""
     if triton is None or triton.knobs.runtime.interpret:
         return False
     return (compute_capability(device) or (0, 0)) >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait")
@@ -99,7 +122,7 @@ def pdl_options(tensor: torch.Tensor) -> dict[str, bool]:
 
 
 def prefetch_options(weight: torch.Tensor, fits_threads: bool = True) -> dict[str, bool]:
-    """`pdl_options` and whether ``prefetch_rows`` can take this matrix: aligned, and small enough to stay in L2."""
+    """Return `pdl_options` and whether ``prefetch_rows`` takes this matrix: aligned, and small enough to stay in L2."""
     options, size = pdl_options(weight), weight.element_size()
     aligned = not (weight.data_ptr() | weight.stride(0) * size | weight.shape[1] * size) % 16
     fits = weight.numel() * size <= _PREFETCH_BYTES and fits_threads

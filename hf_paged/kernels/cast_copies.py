@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hf_paged.device.upload import upload
+from hf_paged.device.cuda import upload
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
 
 # Elements that a program copies: some hundred thousand programs for 8B weights.

@@ -25,12 +25,8 @@ class StepInputs(NamedTuple):
 
 
 def step_inputs(
-    tokens: torch.Tensor,
-    block_table: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    write_from: torch.Tensor | None,
-    block_size: int,
+    tokens: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+    write_from: torch.Tensor | None, block_size: int,
 ) -> StepInputs:
     """Look up T tokens by slot and position.
 
@@ -47,12 +43,8 @@ def step_inputs(
 
 
 def step_inputs_reference(
-    tokens: torch.Tensor,
-    block_table: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    write_from: torch.Tensor | None,
-    block_size: int,
+    tokens: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+    write_from: torch.Tensor | None, block_size: int,
 ) -> StepInputs:
     """:func:`step_inputs` in plain torch."""
     at = positions.clamp(min=0)
@@ -64,12 +56,8 @@ def step_inputs_reference(
 
 
 def step_inputs_host(
-    tokens: torch.Tensor,
-    block_table: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    write_from: torch.Tensor | None,
-    block_size: int,
+    tokens: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+    write_from: torch.Tensor | None, block_size: int,
 ) -> StepInputs:
     """:func:`step_inputs` on a CPU, in numpy, whose calls take a fraction of torch's."""
     slot, position = slots.numpy(), positions.numpy()
@@ -89,22 +77,8 @@ def step_inputs_host(
     varying_pointers=("slots", "positions", "write_from", "ids", "places", "slot_mapping", "seq_lens", "lines"),
 )
 def _step_inputs_kernel(
-    tokens,
-    block_table,
-    slots,
-    positions,
-    write_from,
-    ids,
-    places,
-    slot_mapping,
-    seq_lens,
-    lines,
-    num_tokens,
-    tokens_stride,
-    table_stride,
-    ARE_ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    tokens, block_table, slots, positions, write_from, ids, places, slot_mapping, seq_lens, lines, num_tokens,
+    tokens_stride, table_stride, ARE_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = token < num_tokens
@@ -125,12 +99,8 @@ def _step_inputs_kernel(
 
 
 def step_inputs_triton(
-    tokens: torch.Tensor,
-    block_table: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    write_from: torch.Tensor | None,
-    block_size: int,
+    tokens: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+    write_from: torch.Tensor | None, block_size: int,
 ) -> StepInputs:
     """:func:`step_inputs` as one Triton launch."""
     require_triton()
@@ -142,19 +112,8 @@ def step_inputs_triton(
         return found
     with on_device_of(tokens):
         _step_inputs_kernel[(cdiv(len(slots), _TILE),)](
-            tokens,
-            block_table,
-            slots,
-            positions,
-            slots if write_from is None else write_from,
-            *found[:3],
-            *(found[:2] if write_from is not None else found[3:]),
-            len(slots),
-            tokens.stride(0),
-            block_table.stride(0),
-            ARE_ROWS=write_from is None,
-            BLOCK_SIZE=block_size,
-            TILE=_TILE,
-            num_warps=4,
+            tokens, block_table, slots, positions, slots if write_from is None else write_from, *found[:3],
+            *(found[:2] if write_from is not None else found[3:]), len(slots), tokens.stride(0), block_table.stride(0),
+            ARE_ROWS=write_from is None, BLOCK_SIZE=block_size, TILE=_TILE, num_warps=4,
         )
     return found

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from hf_paged.device.upload import upload
+from hf_paged.device.cuda import upload
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.kernels.build import compiling
 from hf_paged.kernels.build.compiling import in_background

@@ -8,7 +8,7 @@ from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_silu_mul_unchec
 from hf_paged.kernels.lora.lora_order import RowOrder
 from hf_paged.kernels.lora.lora_shrink import lora_shrink_unchecked
 from hf_paged.kernels.lora.lora_table import LoraTable
-from hf_paged.models.lora_rows import AdapterRows
+from hf_paged.models.tuners import AdapterRows
 
 
 class AdaptedLayers:

@@ -4,54 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from itertools import compress
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from hf_paged.device.cuda_driver import DriverError
-from hf_paged.device.virtual_memory import reserve
-from hf_paged.kernels.lora.lora_expand import Delta
-from hf_paged.models.adapted_layers import AdaptedLayers
-from hf_paged.models.linear_groups import LinearGroups
-from hf_paged.models.lora_rows import AdapterRows
-from hf_paged.models.plain_linear import product_and_delta
-from hf_paged.models.shadow import Shadow
-from hf_paged.parallel.group import SINGLE, ParallelGroup
+from hf_paged.device.virtual_memory import DriverError, reserve
+from hf_paged.kernels.cast_copies import CopyPlan
+from hf_paged.models.layer_ops import is_plain_linear
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 512  # bytes
 
+Groups = Mapping[str, tuple[Any, ...]]  # linear layers that read one input, by a name
 
-class CopiedLinears(NamedTuple):
+
+class Copies(NamedTuple):
     """Merged copies that linear layers with one input multiply with: weight [sum n_i, k], bias [sum n_i] or None."""
 
     weight: torch.Tensor
-    bias: torch.Tensor | None
-    lora: AdaptedLayers | None = None
-
-    def __call__(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
-                 rows: AdapterRows | None = None,
-                 shrunk: torch.Tensor | None = None) -> tuple[torch.Tensor, ParallelGroup, Delta | None]:
-        """Compute the layers' product as `RowProduct` does."""
-        product, delta = product_and_delta(self.lora, hidden, self.weight, self.bias, linear, rows, shrunk)
-        return product, SINGLE, delta
-
-
-class _Place(NamedTuple):
-    """Layout of a group's copies: for each layer ``sizes`` rows of shape ``row``; then biases, if it has them."""
-
-    name: str
-    sizes: list[int]
-    row: torch.Size
-    has_bias: bool
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        rows = sum(self.sizes)
-        return [(rows, *self.row), (rows,)] if self.has_bias else [(rows, *self.row)]
+    bias: torch.Tensor | None = None
 
 
 class CopiedWeights:
@@ -68,21 +42,21 @@ class CopiedWeights:
         torch.OutOfMemoryError: too little memory is free.
     """
 
-    def __init__(self, groups: LinearGroups, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._fitting: tuple | None = None  # sizes and tensors that `fit` last accepted
-        self._selected: tuple[tuple, list[bool]] | None = None  # dtypes, and which tensors are copied then
-        self.by_name: dict[str, CopiedLinears] = {}
+    def __init__(self, groups: Groups, dtype: torch.dtype) -> None:
+        self.by_name: dict[str, Copies] = {}
+        self._dtype = dtype
         self._layout = _layout(groups, dtype)
-        self._shadow = Shadow([])
-        self._places: list[_Place] = []
+        self._plan = CopyPlan([])
+        self._checksum: torch.Tensor | None = None  # [1] int64, of the weights that were copied
+        self._places: dict[str, tuple[list[int], list[tuple[int, ...]]]] = {}  # rows of each layer; shapes of `Copies`
         self._device = torch.device("cpu")
         for name, linears in _to_copy(groups, dtype):
-            weights = [linear.weight for linear in linears]
-            sizes = [len(weight) for weight in weights]
-            self._places.append(_Place(name, sizes, weights[0].shape[1:], linears[0].bias is not None))
-            self._device = weights[0].device
-        self._num_bytes = sum(_whole(shape, dtype) for place in self._places for shape in place.shapes)
+            weight, sizes = linears[0].weight, [len(linear.weight) for linear in linears]
+            shape = sum(sizes), *weight.shape[1:]
+            self._places[name] = sizes, [shape] if linears[0].bias is None else [shape, shape[:1]]
+            self._device = weight.device
+        self._shapes = [shape for _, shapes in self._places.values() for shape in shapes]
+        self._num_bytes = sum(_whole(shape, dtype) for shape in self._shapes)
         self._memory = reserve(self, self._device, 1, self._num_bytes) if self._places else None
         self.restore()
 
@@ -95,21 +69,21 @@ class CopiedWeights:
         if self.is_here:
             return
         with torch.inference_mode(False), torch.no_grad():
-            tensors = self._tensors()
+            tensors = iter(self._allocated())
             targets: list[torch.Tensor] = []
-            by_name: dict[str, CopiedLinears] = {}
-            for place in self._places:
-                weight, bias = next(tensors), next(tensors) if place.has_bias else None
-                by_name[place.name] = CopiedLinears(weight, bias)
-                targets += [part for one in (weight, bias) if one is not None for part in one.split(place.sizes)]
-        self._shadow = Shadow(targets)
+            by_name: dict[str, Copies] = {}
+            for name, (sizes, shapes) in self._places.items():
+                made = [next(tensors) for _ in shapes]
+                by_name[name] = Copies(*made)
+                targets += [part for one in made for part in one.split(sizes)]
+        self._plan, self._checksum = CopyPlan(targets), None
         self.by_name = by_name  # last: `is_here` reads it
 
     def unmap(self) -> bool:
         """Release the memory and keep its addresses; returns False if only the end of this object can free it."""
         if self._memory is None:
             return False
-        self.by_name, self._shadow = {}, Shadow([])
+        self.by_name, self._plan = {}, CopyPlan([])
         try:
             self._memory.release()
         except DriverError:
@@ -121,10 +95,8 @@ class CopiedWeights:
         """Whether there is memory for all copies."""
         return len(self.by_name) == len(self._places)
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        """Allocate a tensor of every shape in turn."""
-        shapes = [shape for place in self._places for shape in place.shapes]
-        pieces: Iterator[torch.Tensor] | None = None
+    def _allocated(self) -> list[torch.Tensor]:
+        """Allocate a tensor of every shape."""
         if self._memory is not None:
             try:
                 self._memory.back(self._num_bytes)
@@ -132,53 +104,42 @@ class CopiedWeights:
                 logger.warning("hf_paged: copies of weights lie in torch's memory: %s", error)
                 self._memory.close()
                 self._memory = None
-            else:
-                sizes = [_whole(shape, self.dtype) for shape in shapes]
-                pieces = iter(self._memory.tensors(self._num_bytes)[0].split(sizes))
-        if pieces is None:
-            return iter([torch.empty(shape, dtype=self.dtype, device=self._device) for shape in shapes])
-        return iter([next(pieces).view(self.dtype)[: math.prod(shape)].view(shape) for shape in shapes])
+        if self._memory is None:
+            return [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
+        pieces = self._memory.tensors(self._num_bytes)[0].split([_whole(shape, self._dtype) for shape in self._shapes])
+        return [piece.view(self._dtype)[: math.prod(shape)].view(shape)
+                for piece, shape in zip(pieces, self._shapes, strict=True)]
 
-    def fit(self, groups: LinearGroups, dtype: torch.dtype) -> bool:
+    def fit(self, groups: Groups, dtype: torch.dtype) -> bool:
         """Return whether these are the copies that such layers need."""
-        return dtype == self.dtype and self._fit(groups, groups.tensors())
+        return self._layout == _layout(groups, dtype)
 
-    def refresh(self, groups: LinearGroups, checksum: torch.Tensor | None) -> None:
-        """Renew the copies, as `Shadow.refresh` does, from the parameters that the layers have now."""
-        if self.by_name:
-            self._shadow.refresh(self._sources(groups, groups.tensors()), checksum)
+    def refresh(self, groups: Groups, checksum: torch.Tensor | None) -> None:
+        """Enqueue renewing the copies from the parameters that the layers have now, if these changed; does not wait.
 
-    def are_stale(self, groups: LinearGroups) -> bool:
-        """Return whether the copies do not fit the layers any more, or are stale (`Shadow.is_stale`)."""
-        tensors = groups.tensors()
-        return not self._fit(groups, tensors) or self._shadow.is_stale(self._sources(groups, tensors))
-
-    def _fit(self, groups: LinearGroups, tensors: list[torch.Tensor | None]) -> bool:
-        """Return whether the layout fits; compares it only if a dtype, shape or device changed since it last fitted."""
-        read = groups.sizes, [None if t is None else (t.dtype, t.shape, t.device) for t in tensors]
-        if read != self._fitting:
-            if self._layout != _layout(groups, self.dtype):
-                return False
-            self._fitting = read
-        return True
-
-    def _sources(self, groups: LinearGroups, tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Return the tensors of `_to_copy`, which is called again only if a tensor's dtype changed."""
-        dtypes = groups.sizes, [None if t is None else t.dtype for t in tensors]
-        if self._selected is None or self._selected[0] != dtypes:
-            names = {name for name, _ in _to_copy(groups, self.dtype)}
-            copied = (name in names for name, size in groups.sizes for _ in range(size))
-            self._selected = dtypes, [yes and tensor is not None for yes, tensor in zip(copied, tensors, strict=True)]
-        found: list[Any] = list(compress(tensors, self._selected[1]))
-        return found
+        Args:
+            checksum: ``[1]`` int64 on their device over all parameters, comparable with checksums of other calls: a
+                GPU itself compares it with that of the last renewal. None: the copies are made in any case.
+        """
+        if not self.by_name:
+            return
+        known = None if checksum is None else self._checksum
+        sources = [t for name in self.by_name for t in _tensors(groups[name])]
+        self._plan(sources, None if known is None else checksum, known)
+        if known is None or checksum is None:
+            self._checksum = None if checksum is None else checksum.clone()
+        else:
+            known.copy_(checksum)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all copies, merged."""
-        return [t for copied in self.by_name.values() for t in (copied.weight, copied.bias) if t is not None]
+        return [t for copied in self.by_name.values() for t in copied if t is not None]
 
     @property
     def nbytes(self) -> int:
-        return self._shadow.nbytes
+        """Bytes of the copies' storages, each counted once."""
+        storages = [tensor.untyped_storage() for tensor in self.tensors()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _whole(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -186,15 +147,21 @@ def _whole(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
-def copied_bytes(groups: LinearGroups, dtype: torch.dtype) -> int:
+def copied_bytes(groups: Groups, dtype: torch.dtype) -> int:
     """Return the bytes that `CopiedWeights` would take."""
     return sum(t.numel() for _, linears in _to_copy(groups, dtype) for t in _tensors(linears)) * dtype.itemsize
 
 
-def _to_copy(groups: LinearGroups, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    for name, linears in groups.by_name.items():
+def _to_copy(groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for name, linears in groups.items():
         if any(tensor.dtype != dtype for tensor in _tensors(linears)):
             yield name, linears
+
+
+def can_be_copied(groups: Groups) -> bool:
+    """Return whether all are plain layers of an unsharded model, with biases in all or in none of each group."""
+    plain = all(type(linear) is nn.Linear and is_plain_linear(linear) for of in groups.values() for linear in of)
+    return plain and all(len({linear.bias is None for linear in linears}) == 1 for linears in groups.values())
 
 
 def _tensors(linears: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -203,5 +170,6 @@ def _tensors(linears: tuple[Any, ...]) -> list[torch.Tensor]:
     return [*(linear.weight for linear in linears), *biases]
 
 
-def _layout(groups: LinearGroups, dtype: torch.dtype) -> list[tuple]:
-    return [(name, [(t.shape, t.device) for t in _tensors(linears)]) for name, linears in _to_copy(groups, dtype)]
+def _layout(groups: Groups, dtype: torch.dtype) -> tuple[torch.dtype, list[tuple]]:
+    found = _to_copy(groups, dtype)
+    return dtype, [(name, [(t.shape, t.device) for t in _tensors(linears)]) for name, linears in found]

@@ -19,48 +19,26 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.errors import Reason
-from hf_paged.guards.adapter_hooks import RowHook, has_only_names
-from hf_paged.guards.capturing import only_captures
-from hf_paged.guards.compressed import is_known_forward, is_quantized_forward, offload_reason
-from hf_paged.guards.global_state import global_state_reason
-from hf_paged.guards.hints import (
-    DEQUANTIZE,
-    DTYPE_OF_AUTOCAST,
-    EACH_ROW_ALONE,
-    EVAL_MODE,
-    FLASH_KERNEL,
-    ONE_DEVICE,
-    ONE_DTYPE,
-    OWN_ATTENTION,
-    PUT_BACK,
-    QUANTIZE_LINEAR,
-    REMOVE_HOOK,
-    SHARD,
-    UNDO_PATCH,
-    UNDO_REPLACEMENT,
-)
-from hf_paged.guards.inner_tensors import PLAIN, inner_tensors
-from hf_paged.guards.origin import CALL_CHAIN
+from hf_paged.guards import hints
+from hf_paged.guards.hooks import RowHook, has_only_names, only_captures, why_not_global_state
 from hf_paged.guards.original_classes import DECIDING_METHODS, patched_class, patched_entry
-from hf_paged.guards.plain_tensors import plain_tensors, unwatchable
-from hf_paged.guards.snapshot import ModelSnapshot
-from hf_paged.guards.wrapped_forward import wrapped_forward_reason
-from hf_paged.models.base import ModelExecutor
-from hf_paged.models.fsdp import plain_class
-from hf_paged.models.paged_calls import implementation_of
-from hf_paged.models.precision import autocast_of_call
-from hf_paged.models.tokenwise import (
+from hf_paged.guards.quantized import PLAIN, inner_tensors, is_known_forward, is_quantized_forward, why_not_offloaded
+from hf_paged.guards.replaced_forwards import autocast_of_call, why_not_replaced, why_not_wrapped_forward
+from hf_paged.guards.snapshot import plain_tensors, why_not_watched
+from hf_paged.guards.tokenwise import (
     SHARDED_MODULE,
-    layer_reason,
-    scheme_reason,
+    row_mixing_of_layer,
+    row_mixing_of_scheme,
+    row_mixing_of_weight,
     stores_float8,
-    weight_reason,
 )
+from hf_paged.models.executor import ModelExecutor
+from hf_paged.models.paged_calls import implementation_of
 from hf_paged.models.tuners import is_lora
-from hf_paged.parallel.intact import broken_part
+from hf_paged.parallel.fsdp import plain_class
+from hf_paged.parallel.plan import broken_part
 
 _OWN_LAYERS = ("torch.", SHARDED_MODULE[:-1])  # modules of known layers, which may not be patched
-_CALL_CHAIN = frozenset(CALL_CHAIN)
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LOWER_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -79,50 +57,35 @@ class ModelWalk(NamedTuple):
     called: list[tuple[str, nn.Module]]
 
 
-class EligibilityPass(NamedTuple):
-    """Conditions besides the modules under which no check failed."""
-
-    kinds: tuple[type, ...]  # classes whose code every look compares anew
-    autocast: torch.dtype | None
-
-    def holds(self, executor: ModelExecutor, autocast: torch.dtype | None) -> bool:
-        """Return whether all conditions still hold."""
-        return (
-            self.autocast == autocast
-            and patched_class(self.kinds) is None
-            and executor.registry_reason() is None
-        )
-
-
-def unsupported_reason(executor: ModelExecutor) -> Reason | None:
+def why_not_native(executor: ModelExecutor) -> Reason | None:
     """Return why the model in `executor` cannot natively run a call that this thread makes now, or None if it can.
 
-    For an unchanged model this costs a comparison of what the checks read (see `ModelSnapshot`).
+    For an unchanged model this costs a comparison of what the checks read (see `ModelWatch`).
     """
-    return reason_under(executor, autocast_of_call(executor.source))
+    return why_not_under(executor, autocast_of_call(executor.source))
 
 
-def reason_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reason | None:
-    """Return `unsupported_reason` of a call that casts to `autocast` (None: no cast), not to this thread's."""
+def why_not_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reason | None:
+    """Return `why_not_native` of a call that casts to `autocast` (None: no cast), not to this thread's."""
     if executor.replica is not None and (reason := executor.replica.refresh()) is not None:
         return reason
-    if (reason := global_state_reason() or _class_reason(executor) or _attention_reason(executor)) is not None:
+    if (reason := why_not_global_state() or _why_not_class(executor) or _why_not_attention(executor)) is not None:
         return reason
-    look = executor.last_look()
-    if look is not None and look.found is not None and look.found.holds(executor, autocast):
-        return None
+    structure = executor.watch.structure(executor.model)  # first: changes made during the checks are noticed later
+    look = executor.last_look(structure)
+    if look is not None and look.passed is not None:
+        kinds, cast = look.passed
+        if cast == autocast and patched_class(kinds) is None and executor.why_not_registry() is None:
+            return None
     if executor.finds_shards():
-        return reason_under(executor, autocast)
-    # First, so that the next look notices changes that are made during the checks.
-    facts = ModelSnapshot(executor.model)
+        return why_not_under(executor, autocast)
     seen = ModelWalk(executor, autocast, list(executor.model.named_modules()), list(executor.model.named_parameters()),
                 list(executor.own_modules()), list(executor.called_modules()))
-    checks = (_sharding_reason, _module_reason, _device_reason, _hook_reason, _dtype_reason, _train_mode_reason)
+    checks = (_why_not_sharding, _why_not_module, _why_not_device, _why_not_hook, _why_not_dtype, _why_not_train_mode)
     reason = next((reason for check in checks if (reason := check(seen)) is not None), None)
-    reason = executor.constants_reason() if reason is None else reason  # constants are read off modules that passed
+    reason = executor.why_not_constants() if reason is None else reason  # constants are read off modules that passed
     if reason is None and not executor.group.is_parallel:  # for ranks of a sharded model shapes are checked again
-        passed = EligibilityPass(_watched_kinds(seen), autocast)
-        executor.look(facts).found = passed
+        executor.look(structure).passed = _watched_kinds(seen), autocast
     return reason
 
 
@@ -132,92 +95,77 @@ def _watched_kinds(seen: ModelWalk) -> tuple[type, ...]:
     return (*kinds, *seen.executor.activations())
 
 
-def subclass_reason(executor: ModelExecutor) -> Reason | None:
+def why_not_subclass(executor: ModelExecutor) -> Reason | None:
     """Return which class derived from transformers' own redefines a method that stock's code looks up, or None."""
-    names = {*executor.asked_of_model(), *DECIDING_METHODS} if (derived := _derived(executor)) else ()
+    kinds = plain_class(type(executor.source)).__mro__
+    derived = list(takewhile(lambda kind: kind is not executor.model_class, kinds))
+    names = {*executor.original_code().names(executor.model_class), *DECIDING_METHODS} if derived else ()
     for kind in derived:
         if own := vars(kind).keys() & names:
-            return Reason("{}.{} is not transformers' own", kind.__name__, min(own), remedy=UNDO_PATCH)
+            return Reason("{}.{} is not transformers' own", kind.__name__, min(own), remedy=hints.UNDO_PATCH)
     return None
 
 
-def _derived(executor: ModelExecutor) -> list[type]:
-    """Return the classes in front of transformers' own in the MRO of the model's class."""
-    kinds = plain_class(type(executor.source)).__mro__
-    return list(takewhile(lambda kind: kind is not executor.model_class, kinds))
-
-
-def _class_reason(executor: ModelExecutor) -> Reason | None:
+def _why_not_class(executor: ModelExecutor) -> Reason | None:
+    if (reason := why_not_subclass(executor)) is not None:
+        return reason
+    if (place := executor.original_code().patched()) is not None:
+        return Reason("{} is patched", place, remedy=hints.UNDO_PATCH)
     model = executor.source
-    cls = plain_class(type(model))
-    for name in DECIDING_METHODS:
-        method = getattr(cls, name, None)
-        if method is not getattr(executor.model_class, name, None):
-            return Reason("{}.{} is not transformers' own", cls.__name__, name, remedy=UNDO_PATCH)
-        replaced = model.__dict__.get(name) if name != "forward" else None
+    for name, replaced in vars(model).items():
         # PEFT's prompt learning leaves the model's own method behind on the instance.
-        if replaced is not None and (method is None or replaced != method.__get__(model)):
+        if name in DECIDING_METHODS and name != "forward" and replaced != getattr(type(model), name).__get__(model):
             return Reason("{} is replaced on the instance (prompt learning?)", name,
                           remedy="PEFT's prompt, prefix and p-tuning change what the model is given. Call the bare "
                                  "model, or merge.")
-    if (reason := subclass_reason(executor)) is not None:
-        return reason
-    if (place := executor.patched()) is not None:
-        return Reason("{} is patched", place, remedy=UNDO_PATCH)
-    if "forward" in model.__dict__:
-        return wrapped_forward_reason(model)
-    return None
+    return why_not_wrapped_forward(model) if "forward" in vars(model) else None
 
 
-def _attention_reason(executor: ModelExecutor) -> Reason | None:
+def _why_not_attention(executor: ModelExecutor) -> Reason | None:
     """Return why the attention implementation may not be plain softmax attention, as transformers' own are, or None."""
     name = implementation_of(executor.config)
     function, mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     if name is None:
-        return Reason("attention implementation None, for which stock makes no causal mask", remedy=OWN_ATTENTION)
+        return Reason("attention implementation None, for which stock makes no causal mask", remedy=hints.OWN_ATTENTION)
     if function is None and name != "eager":
-        return Reason("attention implementation {} is not one of transformers' own", repr(name), remedy=OWN_ATTENTION)
+        return Reason("attention implementation {} is not one of transformers' own", repr(name),
+                      remedy=hints.OWN_ATTENTION)
     if is_kernel(name) and function is not flash_attention_forward:
         return Reason("attention implementation {} is a Hub kernel that transformers does not call as FlashAttention",
-                      repr(name), remedy=FLASH_KERNEL)
+                      repr(name), remedy=hints.FLASH_KERNEL)
     for entry in (function, mask):
         if entry is not None and (place := patched_entry(entry)) is not None:
             return Reason("attention implementation {} is not one of transformers' own: {} is patched", repr(name),
-                          place, remedy=OWN_ATTENTION)
+                          place, remedy=hints.OWN_ATTENTION)
     return None
 
 
-def _module_reason(seen: ModelWalk) -> Reason | None:
+def _why_not_module(seen: ModelWalk) -> Reason | None:
     for name, module, expected in seen.own:
         if type(module) is not expected:
             return Reason("{} is a {}, not transformers' own {}", name, _full_name(module), expected.__name__,
-                          remedy=PUT_BACK)
+                          remedy=hints.PUT_BACK)
         for key, parameter in module._parameters.items():
             if parameter is not None and type(parameter) not in PLAIN:
                 return Reason("{}.{} is a {}: expected a plain tensor in {}", name, key, _full_name(parameter),
-                              expected.__name__, remedy=QUANTIZE_LINEAR)
+                              expected.__name__, remedy=hints.QUANTIZE_LINEAR)
     for name, module in seen.called:
         for layer in (module, getattr(module, "base_layer", None)):  # a tuner's layer, and the layer that it wraps
             if layer is None:
                 continue
-            if (does := layer_reason(layer)) is not None:
-                return Reason("{} is a {}, which {}", name, _full_name(layer), does, remedy=EACH_ROW_ALONE)
-            if vars(layer).get("max_norm") is not None:
-                return Reason("{} has max_norm, with which a look-up changes the weights", name,
-                              remedy="Set `max_norm` of the embedding to None.")
+            if (does := row_mixing_of_layer(layer)) is not None:
+                return Reason("{} is a {}, which {}", name, _full_name(layer), does, remedy=hints.EACH_ROW_ALONE)
     if (place := patched_class(_watched_kinds(seen))) is not None:
-        return Reason("{} is patched", place, remedy=UNDO_PATCH)
+        return Reason("{} is patched", place, remedy=hints.UNDO_PATCH)
     for name, module in seen.modules:
         if name and "forward" in module.__dict__:
             if not is_known_forward(module):
-                if (reason := seen.executor.replacement_reason(name, module)) is not None:
+                calls_modules = seen.executor.calls_modules
+                if (reason := why_not_replaced(name, module, calls_modules=calls_modules)) is not None:
                     return reason
-            elif is_quantized_forward(module) and (does := scheme_reason(module)) is not None:
+            elif is_quantized_forward(module) and (does := row_mixing_of_scheme(module)) is not None:
                 return Reason("{} is a quantized {}, which {}", name, type(module).__name__, does,
-                              remedy=EACH_ROW_ALONE)
-        if not _CALL_CHAIN.isdisjoint(module.__dict__):
-            return Reason("{} of {} is replaced", min(_CALL_CHAIN.intersection(module.__dict__)), name or "the model",
-                          remedy=UNDO_REPLACEMENT)
+                              remedy=hints.EACH_ROW_ALONE)
     return None
 
 
@@ -225,49 +173,50 @@ def _full_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__name__}"
 
 
-def _sharding_reason(seen: ModelWalk) -> Reason | None:
+def _why_not_sharding(seen: ModelWalk) -> Reason | None:
     """Return which parameter another library sharded, or which of hf_paged's shards do not fit together, or None."""
     for name, parameter in seen.parameters:
         kinds = type(parameter).__name__, type(parameter.data).__name__
         if "DTensor" in kinds:
-            return Reason("parameter {} is a DTensor of a device mesh", name, remedy=SHARD)
+            return Reason("parameter {} is a DTensor of a device mesh", name, remedy=hints.SHARD)
         if "FlatParameter" in kinds or hasattr(parameter, "_fsdp_flattened"):
-            return Reason("parameter {} belongs to FSDP", name, remedy=SHARD)
+            return Reason("parameter {} belongs to FSDP", name, remedy=hints.SHARD)
     return broken_part(seen.executor.model)
 
 
-def _device_reason(seen: ModelWalk) -> Reason | None:
+def _why_not_device(seen: ModelWalk) -> Reason | None:
     devices = getattr(seen.executor.model, "hf_device_map", None)
     if devices and len(set(map(str, devices.values()))) > 1:
         return Reason("hf_device_map spreads the model over {} devices", len(set(map(str, devices.values()))),
-                      remedy=ONE_DEVICE)
-    if (reason := next(filter(None, (offload_reason(*named) for named in seen.modules)), None)) is not None:
+                      remedy=hints.ONE_DEVICE)
+    if (reason := next(filter(None, (why_not_offloaded(*named) for named in seen.modules)), None)) is not None:
         return reason
     found = set()
     for name, parameter in seen.parameters:
-        if (does := weight_reason(parameter)) is not None:
+        if (does := row_mixing_of_weight(parameter)) is not None:
             return Reason("parameter {} is a {}: a layer that multiplies with it {}", name, _full_name(parameter), does,
-                          remedy=EACH_ROW_ALONE)
+                          remedy=hints.EACH_ROW_ALONE)
         inner = inner_tensors(parameter)
         if inner is None:
             return Reason("parameter {} is a {}, whose bytes cannot be watched for changes", name,
-                          _full_name(parameter), remedy=DEQUANTIZE)
+                          _full_name(parameter), remedy=hints.DEQUANTIZE)
         for tensor in inner:
-            if (reason := _memory_reason(f"parameter {name}", tensor)) is not None:
+            if (reason := _why_not_memory(f"parameter {name}", tensor)) is not None:
                 return reason
             if tensor.device.type == "meta":
-                return Reason("parameter {} is on the meta device (offloaded?)", name, remedy=ONE_DEVICE)
+                return Reason("parameter {} is on the meta device (offloaded?)", name, remedy=hints.ONE_DEVICE)
             found.add(tensor.device)
     for name, buffer in seen.executor.model.named_buffers():
-        if (reason := _memory_reason(f"buffer {name}", buffer)) is not None:
+        if (reason := _why_not_memory(f"buffer {name}", buffer)) is not None:
             return reason
         found.add(buffer.device)
     if len(found) > 1:
-        return Reason("parameters and buffers are on several devices: {}", sorted(map(str, found)), remedy=ONE_DEVICE)
-    return unwatchable(plain_tensors(seen.modules), next(iter(found), torch.device("cpu")))
+        return Reason("parameters and buffers are on several devices: {}", sorted(map(str, found)),
+                      remedy=hints.ONE_DEVICE)
+    return why_not_watched(plain_tensors(seen.modules), next(iter(found), torch.device("cpu")))
 
 
-def _memory_reason(name: str, tensor: torch.Tensor) -> Reason | None:
+def _why_not_memory(name: str, tensor: torch.Tensor) -> Reason | None:
     """Return why the tensor's memory cannot be read, or None."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided or not tensor.numel():
         return None
@@ -295,33 +244,33 @@ def _is_inert(hook: Any) -> bool:
     return _only_requires_grad(hook) or only_captures(hook) or type(hook) is RowHook
 
 
-def _hook_reason(seen: ModelWalk) -> Reason | None:
+def _why_not_hook(seen: ModelWalk) -> Reason | None:
     if "ct_decompress_hook" in vars(seen.executor.model):
         return Reason("compressed-tensors decompresses the weights in the first forward, which stock has to run",
                       remedy="Nothing: later calls are native. `model(torch.tensor([[1]]))` decompresses at once.")
     for name, module in seen.modules:
         named = bool(module._forward_pre_hooks) and is_lora(module) and has_only_names(module)
         if (module._forward_pre_hooks and not named) or not all(map(_is_inert, module._forward_hooks.values())):
-            return Reason("{} has a forward hook", name or "the model", remedy=REMOVE_HOOK)
+            return Reason("{} has a forward hook", name or "the model", remedy=hints.REMOVE_HOOK)
         if nn.utils.parametrize.is_parametrized(module):
             return Reason("{} is parametrized", name,
                           remedy="`torch.nn.utils.parametrize.remove_parametrizations` ends it.")
     return None
 
 
-def _dtype_reason(seen: ModelWalk) -> Reason | None:
+def _why_not_dtype(seen: ModelWalk) -> Reason | None:
     spec = seen.executor.kv_spec()
     if spec.compute_dtype not in COMPUTE_DTYPES:
-        return Reason("weights of dtype {}", spec.compute_dtype, remedy=ONE_DTYPE)
+        return Reason("weights of dtype {}", spec.compute_dtype, remedy=hints.ONE_DTYPE)
     dtypes = {p.dtype for _, p in seen.parameters if p.is_floating_point()}
     if seen.autocast is not None and dtypes != {seen.autocast}:
-        return _autocast_reason(seen, seen.autocast)
-    norms = [(name, m) for name, m, _ in seen.own if not seen.executor.may_have_float_weight(m)]
-    for name, module in norms + seen.called:
+        return _why_not_autocast(seen, seen.autocast)
+    own = [(name, module) for name, module, _ in seen.own if type(module) not in seen.executor.casting]
+    for name, module in own + seen.called:
         weight = _float_weight(module)
         if weight is not None and weight.dtype != spec.compute_dtype:
             return Reason("mixed dtypes: {} is {}, the embedding {}", name, weight.dtype, spec.compute_dtype,
-                          remedy=ONE_DTYPE)
+                          remedy=hints.ONE_DTYPE)
     return None
 
 
@@ -334,33 +283,33 @@ def _float_weight(module: nn.Module) -> torch.Tensor | None:
     return weight if weight.is_floating_point() else None
 
 
-def _autocast_reason(seen: ModelWalk, autocast: torch.dtype) -> Reason | None:
+def _why_not_autocast(seen: ModelWalk, autocast: torch.dtype) -> Reason | None:
     """Return why autocast, which casts some of the weights, is left to stock, or None; dtypes may be mixed under it."""
     if autocast not in LOWER_DTYPES:
-        return Reason("autocast to {}", autocast, remedy=DTYPE_OF_AUTOCAST)
+        return Reason("autocast to {}", autocast, remedy=hints.DTYPE_OF_AUTOCAST)
     if seen.executor.group.is_parallel:
         return Reason("autocast to {} while the weights, which are not all of it, are sharded over several ranks",
-                      autocast, remedy=DTYPE_OF_AUTOCAST)
+                      autocast, remedy=hints.DTYPE_OF_AUTOCAST)
     if implementation_of(seen.executor.config) == "flex_attention":
-        return Reason("autocast to {}, which flex_attention does not know", autocast, remedy=OWN_ATTENTION)
+        return Reason("autocast to {}, which flex_attention does not know", autocast, remedy=hints.OWN_ATTENTION)
     for module in (*(module for _, module, _ in seen.own), *(module for _, module in seen.called)):
         weight = _float_weight(module)
         if weight is not None and weight.dtype not in COMPUTE_DTYPES:
-            return Reason("weights of dtype {}", weight.dtype, remedy=ONE_DTYPE)
+            return Reason("weights of dtype {}", weight.dtype, remedy=hints.ONE_DTYPE)
     return None
 
 
-def _train_mode_reason(seen: ModelWalk) -> Reason | None:
+def _why_not_train_mode(seen: ModelWalk) -> Reason | None:
     for name, module in seen.modules:
         if not module.training:
             continue
         if getattr(module, "gradient_checkpointing", False) and not _CHECKPOINTS_GRADIENTS_ALONE:
             return Reason("{} checkpoints activations in train mode, where stock's layers forget their KV cache", name,
-                          remedy=EVAL_MODE)
+                          remedy=hints.EVAL_MODE)
         if isinstance(module, nn.Dropout) and module.p > 0:
-            return Reason("{} drops out in train mode", name, remedy=EVAL_MODE)
+            return Reason("{} drops out in train mode", name, remedy=hints.EVAL_MODE)
         if getattr(module, "attention_dropout", 0.0):
-            return Reason("{} has attention dropout in train mode", name, remedy=EVAL_MODE)
+            return Reason("{} has attention dropout in train mode", name, remedy=hints.EVAL_MODE)
         if getattr(module, "jitter_noise", 0.0):
-            return Reason("{} has jitter noise in train mode", name, remedy=EVAL_MODE)
+            return Reason("{} has jitter noise in train mode", name, remedy=hints.EVAL_MODE)
     return None

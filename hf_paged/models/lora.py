@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_paged.guards.adapter_hooks import has_only_names
+from hf_paged.guards.hooks import has_only_names
 from hf_paged.guards.original_classes import patched_class
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.lora.lora_table import Adapter, Entry, Members, make_tables
 from hf_paged.models.adapted_layers import AdaptedLayers
-from hf_paged.models.plain_linear import is_plain_linear
+from hf_paged.models.layer_ops import is_plain_linear
 from hf_paged.models.tuners import is_lora
 
 _MODULE = "peft.tuners.lora.layer"
@@ -29,7 +29,6 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class LoraLayer(NamedTuple):
     """LoRA layer as it was read: the plain layer inside, its adapters by name, and names of the active adapters."""
 
-    module: Any
     base: nn.Linear
     adapters: dict[str, Adapter]
     active: tuple[str, ...]
@@ -48,7 +47,8 @@ def _class() -> type | None:
     return getattr(sys.modules.get(_MODULE), "Linear", None)
 
 
-def _is_patched() -> bool:
+def is_patched() -> bool:
+    """Return whether the class of PEFT's LoRA layers is patched: then these run as they stand."""
     kind = _class()
     return kind is not None and patched_class((kind,)) is not None
 
@@ -57,7 +57,7 @@ def find_layers(modules: Iterable[nn.Module]) -> dict[int, LoraLayer]:
     """Return, by id, the modules that are LoRA layers this file supports; none if their adapters differ in dtype."""
     kind = _class()
     candidates = [module for module in modules if type(module) is kind]
-    if not candidates or _is_patched():
+    if not candidates or is_patched():
         return {}
     layers = {id(module): layer for module in candidates if (layer := _read(module)) is not None}
     dtypes = {adapter.a.dtype for layer in layers.values() for adapter in layer.adapters.values()}
@@ -73,13 +73,13 @@ def _read(module: Any) -> LoraLayer | None:
         return None
     if module.disable_adapters or module.merged:
         # A disabled layer with merged adapters would unmerge them in its forward.
-        return None if module.disable_adapters and module.merged else LoraLayer(module, base, {}, ())
+        return None if module.disable_adapters and module.merged else LoraLayer(base, {}, ())
     adapters: dict[str, Adapter] = {}
     for name in module.lora_A:
         if (adapter := _adapter(module, name, base)) is None:
             return None
         adapters[name] = adapter
-    return LoraLayer(module, base, adapters, tuple(name for name in module.active_adapters if name in adapters))
+    return LoraLayer(base, adapters, tuple(name for name in module.active_adapters if name in adapters))
 
 
 def _adapter(module: Any, name: str, base: nn.Linear) -> Adapter | None:
@@ -116,13 +116,12 @@ def _num_outputs(module: nn.Module) -> int | None:
 class Adapters:
     """LoRA layers of a decoder, as they were read at one time, with the tables by which kernels find them."""
 
-    def __init__(self, groups: Sequence[Sequence[nn.Module]], look: object = None, names: Sequence[str] = (),
+    def __init__(self, groups: Sequence[Sequence[nn.Module]], names: Sequence[str] = (),
                  autocast: torch.dtype | None = None) -> None:
         """Read the LoRA layers off the modules.
 
         Args:
             groups: groups of linear layers that read one input; only these layers are read.
-            look: an object that is replaced whenever anything of the modules changes but the tensors' places.
             names: adapters of entries 1, 2, ...
             autocast: dtype to which the calls cast.
         """
@@ -130,32 +129,11 @@ class Adapters:
         self._layers = find_layers(module for group in known for module in group)
         self._modules, self._names, self._autocast = groups, tuple(names), autocast
         self.key = [layer.key() for layer in self._layers.values()], (*self._names, autocast) if self._layers else ()
-        self._read = look, self._names, autocast
-        self._places = self._places_now()
         self._groups: dict[tuple[int, ...], AdaptedLayers] = {}
-
-    def hold(self, groups: Sequence[Sequence[nn.Module]], look: object, names: Sequence[str],
-             autocast: torch.dtype | None) -> bool:
-        """Return whether reading the layers again would give the same, without doing so."""
-        if self._read != (look, tuple(names), autocast) or _is_patched():
-            return False
-        same = all(a is b for one, other in zip(self._modules, groups, strict=False)
-                   for a, b in zip(one, other, strict=False))
-        return same and len(groups) == len(self._modules) and self._places == self._places_now()
 
     def take_over(self, other: Adapters) -> None:
         """Take over what `other`, of the same key, has loaded."""
         self._groups = other._groups
-
-    def _places_now(self) -> list[int]:
-        places: list[int] = []
-        for layer in self._layers.values():
-            inside = layer.module._modules
-            places.append(id(inside["base_layer"]))
-            for name in layer.adapters:
-                weights, biased = (inside[key]._modules[name]._parameters for key in ("lora_A", "lora_B"))
-                places += [t.data_ptr() for t in (weights["weight"], *biased.values()) if t is not None]
-        return places
 
     def __bool__(self) -> bool:
         return bool(self._layers)

@@ -7,17 +7,14 @@ safetensors drop or refuse keys of shared storages, and offloading cannot resize
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_paged.device.adjacent import AdjacentMemory, are_adjacent
-from hf_paged.models.plain_linear import is_plain_product
-
-_STORAGE, _NBYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
-_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
+from hf_paged.guards.model_watch import place_columns
+from hf_paged.models.layer_ops import is_plain_linear
 
 
 class MergedWeight:
@@ -29,7 +26,7 @@ class MergedWeight:
     def __init__(self, weights: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor], memory: AdjacentMemory) -> None:
         """Move `weights` to the adjacent `pieces`, where they may lie already."""
         self.weights = tuple(weights)
-        self._places = places(pieces)
+        self._places = place_columns(pieces)
         # Memory made under inference mode could not be written by an optimizer later.
         with torch.inference_mode(False), torch.no_grad():
             self._merged = memory.read_together(pieces)
@@ -43,7 +40,7 @@ class MergedWeight:
 
         The tensor owns no memory: its readers have to keep that of its `weights` alive.
         """
-        return self._merged if places(self.weights) == self._places else None
+        return self._merged if place_columns(self.weights) == self._places else None
 
     def lies_in(self, parameters: Set[int]) -> bool:
         """Return whether all weights are among a model's parameters, given by their ids; if not, they were replaced."""
@@ -52,7 +49,7 @@ class MergedWeight:
     def belongs_to(self, linears: Sequence[nn.Module]) -> bool:
         """Return whether `linears` are plain layers that hold the very parameters that were merged."""
         pairs = zip(linears, self.weights, strict=True)
-        return all(is_plain_product(linear) and linear.weight is weight for linear, weight in pairs)
+        return all(_is_plain_product(linear) and linear.weight is weight for linear, weight in pairs)
 
 
 def merge(groups: Sequence[Sequence[nn.Module]], memory: AdjacentMemory) -> list[MergedWeight | None]:
@@ -73,14 +70,6 @@ def merge(groups: Sequence[Sequence[nn.Module]], memory: AdjacentMemory) -> list
     return merged
 
 
-def places(tensors: Sequence[torch.Tensor]) -> list[list]:
-    """Return addresses, strides, shapes, dtypes and storage sizes as columns, which is faster than a row per tensor."""
-    return [
-        list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.stride, tensors)),
-        list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors)), list(map(_NBYTES, map(_STORAGE, tensors))),
-    ]
-
-
 def _adjacent_places(groups: list[list[nn.Parameter]], memory: AdjacentMemory) -> list[list[torch.Tensor] | None]:
     together = memory.place([weight for weights in groups for weight in weights])
     if together is None:
@@ -89,9 +78,13 @@ def _adjacent_places(groups: list[list[nn.Parameter]], memory: AdjacentMemory) -
     return [[next(pieces) for _ in weights] for weights in groups]
 
 
+def _is_plain_product(linear: nn.Module) -> bool:
+    return is_plain_linear(linear) and linear.bias is None
+
+
 def _mergeable(linears: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Return the weights; none if one is not a plain layer's, is unlike the others or shares its memory."""
-    if not all(map(is_plain_product, linears)):
+    if not all(map(_is_plain_product, linears)):
         return []
     weights: list[Any] = [linear.weight for linear in linears]
     first = weights[0]
@@ -121,3 +114,11 @@ def _fills_its_storage(weight: torch.Tensor) -> bool:
         and not (weight.device.type == "cpu" and weight.is_shared())
         and not weight.is_inference()
     )
+
+
+def keep_alive(tensors: Sequence[torch.Tensor], held: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return aliases of all `tensors`: the `held` tensors if they still are aliases, else new ones."""
+    # Compare storages: after a resize, another storage that nothing keeps alive may have the old address.
+    is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
+    are_held = len(held) == len(tensors) and all(map(is_alias, held, tensors))
+    return held if are_held else [tensor.detach() for tensor in tensors]

@@ -18,7 +18,7 @@ from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.build.compiling import compiled_ahead, is_dry
 from hf_paged.kernels.hopper import decoder_layers_support as support
 from hf_paged.kernels.hopper.decoder_layers_support import Decoder
-from hf_paged.models.plain_linear import RowProduct
+from hf_paged.models.linears import LinearView
 
 logger = logging.getLogger(__name__)
 
@@ -128,44 +128,39 @@ class OneLaunch:
             self._ready.discard(count)
 
 
-def why_not(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any], final_norm: Any) -> str | None:
-    """Return why the kernel cannot run these layers (`LayerParts`, `Projections`), whatever their tensors, or None."""
+def why_not(layers: Sequence[Any], final_norm: Any) -> str | None:
+    """Return why the kernel cannot run these layers (`LayerParts`), whatever their tensors, or None."""
     norms = [norm for layer in layers for norm in (layer.input_norm, layer.post_norm, *(layer.head_norms or ()))]
     if len({norm.variance_epsilon for norm in (*norms, final_norm)}) > 1:
         return "norms have several epsilons"
     if {layer.options for layer in layers} != {AttentionOptions(layers[0].options.scale)}:
         return "attention has a window, a softcap or sinks, or layers have several scales"
-    if not all(inner is not None and layer.has_silu for layer, inner in zip(layers, gate_up, strict=True)):
+    if not all(layer.gate_up is not None and layer.has_silu for layer in layers):
         return "layers have experts, or another activation than silu"
-    found = [*map(_of_merged, (*qkv, *gate_up)), *(_of_weight(p) for x in layers for p in (x.o_proj, x.down_proj))]
-    return next(filter(None, found), None)
+    views = (view for x in layers for view in (x.qkv, x.gate_up, x.o_proj, x.down_proj))
+    return next(filter(None, map(_of_view, views)), None)
 
 
-def decoder_of(layers: Sequence[Any], qkv: Sequence[Any], gate_up: Sequence[Any], final_norm: Any,
-               caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Decoder:
+def decoder_of(layers: Sequence[Any], final_norm: Any, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Decoder:
     """Return the tensors, at their present places, that the kernel reads of layers that it supports (`why_not`)."""
     found = []
-    for layer, heads, inner, cache in zip(layers, qkv, gate_up, caches, strict=True):
+    for layer, cache in zip(layers, caches, strict=True):
         head_norms = layer.head_norms or (None, None)
-        found.append((heads.weight, layer.o_proj.module.weight, inner.weight, layer.down_proj.module.weight, *cache,
+        (o_proj,), (down_proj,) = layer.o_proj.linears, layer.down_proj.linears
+        found.append((layer.qkv.weight, o_proj.weight, layer.gate_up.weight, down_proj.weight, *cache,
                       layer.input_norm.weight, layer.post_norm.weight,
                       *(None if norm is None else norm.weight for norm in head_norms)))
     return Decoder(tuple(found), final_norm.weight, final_norm.variance_epsilon, layers[0].options.scale)
 
 
-def _of_merged(projections: Any) -> str | None:
-    if projections.lora is not None or not projections.are_plain:
+def _of_view(view: LinearView) -> str | None:
+    if view.lora is not None or not view.are_plain:
         return _NOT_PLAIN
-    if projections.weight is not None:  # first, since this runs before every eager step
-        return None if projections.bias is None else _BIASES
-    has_bias = any(linear.bias is not None for linear in projections.linears)
-    return _BIASES if has_bias else "projections of one input are not merged"
-
-
-def _of_weight(product: Any) -> str | None:
-    if type(product) is not RowProduct or product.lora is not None or not product.is_plain:
-        return _NOT_PLAIN
-    return None if product.module.bias is None else _BIASES
+    if view.weight is not None and len(view.linears) > 1:  # first, since this runs before every eager step
+        return None if view.bias is None else _BIASES
+    if any(linear.bias is not None for linear in view.linears):
+        return _BIASES
+    return None if len(view.linears) == 1 else "projections of one input are not merged"
 
 
 def _fits(hidden: torch.Tensor, rows: Rows) -> bool:

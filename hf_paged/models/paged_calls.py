@@ -1,8 +1,9 @@
 """Stock attention modules on pages: an implementation of transformers' `AttentionInterface` for the length of a call.
 
 A module looks its implementation up in its config at every call. `paged_call` sets the name "hf_paged" there and takes
-it out again; the step is a keyword argument of the decoder's forward. Other readers of the name in that time (another
-thread's plain forward, a copy or a pickle of the config) have no step, and get what the config said before.
+it out again; `running` keeps the step for its thread, since not every class hands keyword arguments down to its
+attention. Other readers of the name in that time (another thread's plain forward, a copy or a pickle of the config)
+have no step, and get what the config said before.
 """
 
 from __future__ import annotations
@@ -11,24 +12,22 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 from transformers.integrations.hub_kernels import is_kernel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged.attention.paged_attention import check_attention
+from hf_paged.attention.registry import check_attention
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.layer.store_kv import store_kv
-from hf_paged.models.base import StepContext
+from hf_paged.models.base import AttentionMask, StepContext
 from hf_paged.process_lock import ProcessLock
 
 NAME = "hf_paged"
-STEP_ARGUMENT = "hf_paged_step"
 # Arguments that decoders hand down and paged attention does not use: not every module hands down its window.
 _IGNORED = frozenset({
     "position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
@@ -40,21 +39,39 @@ _READS_CONFIG = ("flash", "paged|")
 _lock = ProcessLock()
 
 
-class WindowedStep(NamedTuple):
-    """Step, with the window of stock's mask for each layer."""
+class _Forward:
+    """A forward over a step, whose n-th attention call reads and writes the n-th pool."""
 
-    step: StepContext
-    windows: tuple[int | None, ...]
+    def __init__(self, step: StepContext, calls: tuple[AttentionMask, ...]) -> None:
+        self.step, self._calls, self._num_calls = step, calls, 0
+
+    def next_call(self) -> tuple[int, AttentionMask]:
+        """Return the number of the attention call that is made now, and its mask."""
+        call = self._num_calls
+        self._num_calls += 1
+        if call == len(self._calls):
+            raise UnsupportedModelError(f"a forward called attention more than {call} times: expected {call} calls, "
+                                        "one for each pool of the KV cache. Report the model's class.")
+        return call, self._calls[call]
+
+    def check_end(self) -> None:
+        """Raise if attention was not called for every pool."""
+        if self._num_calls != len(self._calls):
+            raise UnsupportedModelError(
+                f"a forward called attention {self._num_calls} times: expected {len(self._calls)} calls, one for "
+                "each pool of the KV cache. Report the model's class.")
 
 
-class _Switched(NamedTuple):
-    """Config that paged calls have switched, and the thread of each of these calls."""
+class _Running(threading.local):
+    """The forward over a step that each thread runs now."""
 
-    config: PreTrainedConfig
-    threads: list[int]
+    forward: _Forward | None = None
 
 
-_switched: dict[int, _Switched] = {}  # by id of the config
+_running = _Running()
+
+# By id of a config that paged calls have switched: the config, and the thread of each of these calls.
+_switched: dict[int, tuple[PreTrainedConfig, list[int]]] = {}
 
 
 class PagedName(str):
@@ -62,17 +79,16 @@ class PagedName(str):
 
     stock: str | None
 
+    def __new__(cls, stock: str | None) -> PagedName:
+        name = super().__new__(cls, NAME)
+        name.stock = stock
+        return name
+
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return (type(None), ()) if self.stock is None else (str, (self.stock,))
 
     def __deepcopy__(self, memo: dict) -> str | None:
         return self.stock
-
-
-def _paged_name(stock: str | None) -> PagedName:
-    name = PagedName(NAME)
-    name.stock = stock
-    return name
 
 
 @contextmanager
@@ -82,18 +98,33 @@ def paged_call(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
     try:
         for config in configs:
             with _lock.rlock:
-                _switched.setdefault(id(config), _Switched(config, [])).threads.append(threading.get_ident())
+                _switched.setdefault(id(config), (config, []))[1].append(threading.get_ident())
                 held.append(config)
-                config._attn_implementation = _paged_name(implementation_of(config))
+                config._attn_implementation = PagedName(implementation_of(config))
         yield
     finally:
         for config in held:
             with _lock.rlock:
-                threads = _switched[id(config)].threads
+                threads = _switched[id(config)][1]
                 threads.remove(threading.get_ident())
                 if not threads:
                     config._attn_implementation = implementation_of(config)
                     del _switched[id(config)]  # last: a forked child restores the name by it
+
+
+@contextmanager
+def running(step: StepContext, calls: tuple[AttentionMask, ...]) -> Iterator[None]:
+    """Let this thread's attention calls in a paged call attend over the pages of `step`, in a ``with`` block.
+
+    ``calls``: of each attention call of the forward, in order; another number of calls raises UnsupportedModelError.
+    """
+    before = _running.forward
+    _running.forward = forward = _Forward(step, calls)
+    try:
+        yield
+        forward.check_end()
+    finally:
+        _running.forward = before
 
 
 def implementation_of(config: PreTrainedConfig) -> str | None:
@@ -102,17 +133,19 @@ def implementation_of(config: PreTrainedConfig) -> str | None:
     return name.stock if isinstance(name, PagedName) else name
 
 
-def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
                **kwargs: Any) -> tuple[torch.Tensor, Any]:
     """Attend like stock: rotated query [1, Hq, T, D], key and value [1, Hkv, T, D] -> ([1, T, Hq, D], None)."""
-    step = kwargs.pop(STEP_ARGUMENT, None)
-    if step is None:
-        return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
-    return _paged_attention(module, query, key, value, step, **kwargs), None
+    if (forward := _running.forward) is not None:
+        return _paged_attention(module, query, key, value, forward, **kwargs), None
+    name = _stock_name(module.config)
+    stock: Any = (sys.modules[type(module).__module__].eager_attention_forward if name == "eager"
+                  else ALL_ATTENTION_FUNCTIONS[name])
+    return stock(module, query, key, value, attention_mask, **kwargs)
 
 
-def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windowed: WindowedStep,
-                     *, scaling: float, dropout: float = 0.0, softcap: float | None = None,
+def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, forward: _Forward, *,
+                     scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None,
                      s_aux: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
     unknown = [name for name, given in others.items() if given is not None and name not in _IGNORED]
     if dropout or unknown:
@@ -121,24 +154,20 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
     if softcap is not None and implementation_of(module.config) == "sdpa":
         softcap = None  # sdpa, the default of Gemma 2 in transformers 5.17, ignores it
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    (step, windows), layer = windowed, module.layer_idx
-    caches, options = step.kv_cache(layer), AttentionOptions(scaling, windows[layer], softcap, s_aux)
+    call, mask = forward.next_call()
+    step, scale = forward.step, query.shape[-1] ** -0.5 if scaling is None else scaling
+    caches, options = step.kv_cache(call), AttentionOptions(scale, mask.window, softcap, s_aux, mask.chunk)
     if torch.is_autocast_enabled(query.device.type):  # any attention then computes in the autocast's dtype
         query, key, value = (x.to(caches[0].dtype) for x in (query, key, value))
     store_kv(key, value, *caches, step.slot_mapping)
     check_attention(query, *caches, options)  # stock's modules made these tensors
-    return step.attend(layer, query, options)[None]
-
-
-def _stock_attention(module: Any) -> Any:
-    name = _stock_name(module.config)
-    if name == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS[name]
+    return step.attend(call, query, options)[None]
 
 
 def _mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
-    """Make stock's mask for plain forwards of other callers: a paged call brings a mask of its own."""
+    """Make stock's mask for plain forwards of other callers: paged attention needs none."""
+    if _running.forward is not None:
+        return None
     stock = ALL_MASK_ATTENTION_FUNCTIONS.get(_stock_name(config))
     return None if stock is None else stock(*args, config=config, **kwargs)
 

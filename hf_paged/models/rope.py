@@ -14,23 +14,22 @@ class RopeTable:
     """
 
     def __init__(self) -> None:
-        self.cos: torch.Tensor | None = None
-        self.sin: torch.Tensor | None = None
+        self.cos = self.sin = torch.empty(0, dtype=torch.float32, device="cpu")
         self._source: tuple[torch.Tensor, float] | None = None
 
     def update(self, rotary: Any, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
         """Renew the tables if the module's frequencies changed since the last call."""
         length = max(1, max_length - 1)
-        fits = self.cos is not None and len(self.cos) == length and (self.cos.dtype, self.cos.device) == (dtype, device)
+        fits = (len(self.cos), self.cos.dtype, self.cos.device) == (length, dtype, device)
         if fits and self.is_made_from(rotary):
             return
         like = torch.empty(0, dtype=dtype, device=device)
-        cos, sin = rotary(like, torch.arange(length, device=device)[None])
-        if fits and self.cos is not None and self.sin is not None and cos[0].shape == self.cos.shape:
-            self.cos.copy_(cos[0])
-            self.sin.copy_(sin[0])
+        cos, sin = (table[0] for table in rotary(like, torch.arange(length, device=device)[None]))
+        if fits and cos.shape == self.cos.shape:
+            self.cos.copy_(cos)
+            self.sin.copy_(sin)
         else:
-            self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+            self.cos, self.sin = cos.contiguous(), sin.contiguous()
         # After the call, in which modules of "dynamic" types reset their frequencies.
         self._source = (rotary.inv_freq.clone(), rotary.attention_scaling)
 
@@ -50,8 +49,8 @@ def longest_length(config: Any, asked: int | None) -> int:
     sequence of a batch once it exceeds the original length, which is their limit.
     """
     positions: int = config.max_position_embeddings
-    parameters, longest, limits = config.rope_parameters, positions, []
-    if not parameters:  # removed from the config after the module was made
+    parameters, longest, limits = getattr(config, "rope_parameters", None), positions, []
+    if not parameters:  # learned positions, or removed from the config after the module was made
         limits.append(positions)
     elif "rope_type" in parameters:
         parameters = {"": parameters}

@@ -1,22 +1,28 @@
-"""Adapters (LoRA and the like) that a forward would apply now, and adapters that rows can name.
+"""Adapters (LoRA and the like): which a forward would apply now, which rows can name, and LoRA row by row.
 
-Duck-typed on PEFT's layers, so that PEFT need not be installed.
+Duck-typed on PEFT's layers and with PEFT's arithmetic, so that PEFT need not be installed.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from hf_paged.errors import Reason
 from hf_paged.guards.hints import UNDO_PATCH
+from hf_paged.guards.hooks import RowHook, has_only_names
 from hf_paged.guards.original_classes import patched_class
+from hf_paged.guards.replaced_forwards import called_name
+from hf_paged.kernels.lora.lora_order import RowOrder, order_rows
 
 BASE = "__base__"  # PEFT's name for rows that no adapter is applied to
-# Classes of PEFT that apply an adapter row by row, with the arithmetic of `lora_rows`.
+# Classes of PEFT that apply an adapter row by row, with the arithmetic of `apply_layer`.
 _ROW_BY_ROW = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding",
                "peft.tuners.lora.torchao.TorchaoLoraLinear")
 _ONE_AT_A_TIME = ("Give all rows of a call one adapter with `set_adapter`, or call `generate(adapter_names=...)` of "
@@ -59,7 +65,7 @@ def states_by_adapter(layers: Iterable[tuple[str, Any]]) -> dict[str, str]:
     }
 
 
-def row_reason(layers: Iterable[tuple[str, Any]], name: str) -> Reason | None:
+def why_not_row(layers: Iterable[tuple[str, Any]], name: str) -> Reason | None:
     """Return why rows that name this adapter (of the model, or `BASE`) cannot run beside other rows, or None."""
     layers = list(layers)
     if (place := patched_class(tuple({type(layer): None for _, layer in layers}))) is not None:
@@ -72,8 +78,7 @@ def row_reason(layers: Iterable[tuple[str, Any]], name: str) -> Reason | None:
                           remedy="Call `unmerge_adapter()`: what is merged is part of every row.")
         if name not in adapters_of(layer):
             continue
-        kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
-        if kind not in _ROW_BY_ROW:
+        if (kind := called_name(layer)) not in _ROW_BY_ROW:
             return Reason("{} is a {}, which is not run for single rows", path, kind, remedy=_ONE_AT_A_TIME)
         if name in getattr(layer, "lora_variant", ()):
             return Reason("adapter {} is a {} in {}", repr(name), type(layer.lora_variant[name]).__name__, path,
@@ -81,22 +86,90 @@ def row_reason(layers: Iterable[tuple[str, Any]], name: str) -> Reason | None:
     return None
 
 
-class AdapterCounts:
-    """Record of how many adapters each LoRA layer had when it was made. Keeps no layer alive."""
-
-    def __init__(self, layers: Iterable[Any]) -> None:
-        self._layers = list(map(weakref.ref, layers))
-        self._counts = self._count()
-
-    def hold(self) -> bool:
-        """Return whether no adapter was added or removed since."""
-        return self._count() == self._counts
-
-    def _count(self) -> list[int]:
-        return [0 if (layer := ref()) is None else len(layer.lora_A) + len(layer.lora_embedding_A)
-                for ref in self._layers]
-
-
 def _has(layer: nn.Module, name: str) -> bool:
     """Return `hasattr` without a module's search among parameters and submodules, which is slow if it finds nothing."""
     return hasattr(type(layer), name) or name in layer.__dict__
+
+
+class AdapterRows(NamedTuple):
+    """Adapters of T tokens.
+
+    ``entries`` [T] int32: 0 the model's active adapters, -1 none, i > 0 ``names[i - 1]`` alone. ``order``: the same in
+    the form that kernels read, or None.
+    """
+
+    entries: torch.Tensor
+    names: tuple[str, ...]
+    order: RowOrder | None = None
+
+    def ordered(self) -> AdapterRows:
+        """Return the rows with `order`, which all layers of a step use."""
+        return self._replace(order=order_rows(self.entries, 1 + len(self.names)))
+
+
+def apply_layer(layer: nn.Module, tokens: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
+    """Compute [T, k] (of an embedding: ids [T]) -> [T, n] by a layer as it stands; LoRA by `rows`, if given."""
+    if rows is not None and is_lora(layer):
+        base_layer: Any = layer.base_layer
+        return _by_row(layer, tokens, rows, base_layer(tokens[None])[0])
+    # PEFT's hooks belong to another call, whose adapters must not apply.
+    run: Any = layer.forward if layer._forward_pre_hooks and is_lora(layer) and has_only_names(layer) else layer
+    result: torch.Tensor = run(tokens[None])[0]
+    return result
+
+
+@contextmanager
+def by_row(layers: list[weakref.ref], rows: AdapterRows | None) -> Iterator[None]:
+    """Apply adapters by `rows` in this thread's calls of these LoRA layers, on packed tokens [1, T], in a ``with``.
+
+    Hooks do it, since stock's modules call the layers. No hook is set if `rows` is None and no layer has PEFT's hooks.
+    """
+    found: list[Any] = [layer for reference in layers if (layer := reference()) is not None]
+    if rows is None and not any(layer._forward_pre_hooks for layer in found):
+        yield
+        return
+    thread = threading.get_ident()
+
+    def before(layer: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return None
+        kwargs.pop("adapter_names", None)  # of another call
+        return args, kwargs if rows is None else kwargs | {"adapter_names": [BASE]}  # for a batch of one row
+
+    def after(layer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if threading.get_ident() != thread or rows is None:
+            return output
+        return _by_row(layer, args[0][0], rows, output[0])[None]
+
+    with ExitStack() as stack:
+        for layer in found:
+            stack.callback(layer.register_forward_pre_hook(RowHook(before), with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(RowHook(after)).remove)
+        yield
+
+
+def _by_row(layer: Any, tokens: torch.Tensor, rows: AdapterRows, base: torch.Tensor) -> torch.Tensor:
+    """Compute `LoraLayer._mixed_batch_forward` from the base layer's result; active adapters as in the layer's forward.
+
+    All adapters are applied to all tokens, so that the host need not wait for the content of `rows`.
+    """
+    index = rows.entries[:, None]
+    result = torch.where(index == 0, layer.forward(tokens[None])[0], base)
+    for entry, name in enumerate(rows.names, 1):
+        if (delta := _delta(layer, name, tokens)) is not None:
+            result = torch.where(index == entry, base + delta.to(base.dtype), result)
+    return result
+
+
+def _delta(layer: Any, name: str, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Return what an adapter adds to the layer's result; None if it adds nothing."""
+    if name in layer.lora_A:
+        down, up = layer.lora_A[name], layer.lora_B[name]
+        product: torch.Tensor = up(down(tokens.to(down.weight.dtype))) * layer.scaling[name]
+        return product
+    if name not in layer.lora_embedding_A:
+        return None
+    embedded = layer._embed(tokens, layer.lora_embedding_A[name].T) @ layer.lora_embedding_B[name].T
+    embedded = embedded * layer.scaling[name]
+    scale = layer._get_embed_scale()
+    return embedded if scale is None else embedded * scale.to(embedded.dtype)

@@ -49,7 +49,6 @@ class ModelSizes(NamedTuple):
     token_bytes: int
 
     def of(self, plan: StepPlan) -> Work:
-        """Return a step's work."""
         start, num_new = plan.start.astype(np.float64), plan.num_new_tokens
         tokens, rows = float(num_new.sum()), len(start)
         if plan.num_decode_rows == rows:  # one token per row

@@ -1,10 +1,12 @@
-"""Checks of callers' arguments: each error names the argument, the value and what is accepted."""
+"""Checks of arguments, whose errors name the argument, the value and what is accepted, and warnings, once each."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
 import re
+import sys
+import warnings
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +16,16 @@ import torch
 from transformers import GenerationConfig
 
 from hf_paged.config import require_int
+from hf_paged.options.table import NATIVE, OPTIONS
 from hf_paged.vllm_names import SAMPLING
+
+MOST_COPIES = 1 << 20
+_SAMPLING = tuple(option for option in OPTIONS.values() if option.only_sampling and option.path == NATIVE)
+# Values that give no warning: greedy search by another name, and transformers' default.
+_QUIET = {"temperature": 0.0, "top_k": 50}
+_LENGTHS = ("max_new_tokens", "max_length")
+# Packages whose frames lie between a user's line and a warning: callers of generate, and their decorators.
+_BETWEEN = ("hf_paged", "transformers", "torch", "accelerate", "peft", "trl", "contextlib")
 
 
 def token_ids(prompt_token_ids: Any, vocab_size: int, name: str = "prompt_token_ids") -> list[int]:
@@ -137,12 +148,67 @@ def salt_digest(cache_salt: Any) -> bytes:
     return hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
 
 
-MOST_COPIES = 1 << 20
-
-
 def num_copies(num_return_sequences: Any) -> int:
     """Return the number of requests of a prompt; raises ValueError unless None or an integer in [1, `MOST_COPIES`]."""
     require_int("num_return_sequences", num_return_sequences, 1, optional=True)
     if num_return_sequences is not None and num_return_sequences > MOST_COPIES:
         raise ValueError(f"num_return_sequences={num_return_sequences!r}: expected at most {MOST_COPIES}")
     return 1 if num_return_sequences is None else num_return_sequences
+
+
+class ArgumentWarnings:
+    """The warnings that one `PagedGenerator` has given."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+
+    def look(self, merged: GenerationConfig, config: GenerationConfig | None, keywords: dict[str, Any],
+             of_model: GenerationConfig) -> None:
+        """Warn of settings of the call (`config`, `keywords`), not of the model's own; ``merged`` has all of them."""
+        if "do_sample" not in self._given and not merged.do_sample and (
+                unused := unused_sampling(config, keywords, of_model)):
+            self._give("do_sample", f"{', '.join(unused)} without do_sample=True: the most likely token is taken at "
+                                    "every step, and this changes nothing; pass do_sample=True to sample")
+        lengths = [getattr(source, name, None) for source in (config, of_model) for name in _LENGTHS]
+        if "length" not in self._given and all(one is None for one in (*lengths, *map(keywords.get, _LENGTHS))):
+            self._give("length", f"no length was given, so each completion has at most {merged.max_new_tokens} new "
+                                 "tokens (transformers' default); pass max_new_tokens= for another number")
+
+    def look_at_length(self, prompt_length: int, max_new_tokens: int, max_model_len: int,
+                       config: GenerationConfig | None, keywords: dict[str, Any]) -> None:
+        """Warn of a length of the call that goes beyond the longest sequence."""
+        if prompt_length + max_new_tokens <= max_model_len or "room" in self._given:
+            return
+        if any(value is not None for name in _LENGTHS for value in (keywords.get(name), getattr(config, name, None))):
+            self._give("room", f"max_new_tokens={max_new_tokens} after a prompt of {prompt_length} tokens: expected at "
+                               f"most {max_model_len - prompt_length}, since max_model_len={max_model_len} tokens hold "
+                               "prompt and output. A completion that gets there ends with finish_reason='length'; "
+                               "lower max_new_tokens or raise max_model_len")
+
+    def _give(self, kind: str, text: str) -> None:
+        self._given.add(kind)
+        warnings.warn(f"hf_paged: {text}", UserWarning, stacklevel=level_of_caller())
+
+
+def unused_sampling(config: GenerationConfig | None, keywords: dict[str, Any], of_model: GenerationConfig) -> list[str]:
+    """Return settings of the call, as "name=value", that would change sampling, but that greedy search ignores."""
+    unused = []
+    for option in _SAMPLING:
+        name = option.name
+        value = keywords.get(name)
+        if name not in keywords:
+            value = getattr(config, name, None)
+            value = None if value == getattr(of_model, name, None) else value  # equal to the model's: not the caller's
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        if option.makes(value) and value not in (*option.neutral, _QUIET.get(name)):
+            unused.append(f"{name}={value!r:.40}")
+    return unused
+
+
+def level_of_caller() -> int:
+    """Return the `stacklevel` with which a warning of the calling function points at the user's own line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    return level

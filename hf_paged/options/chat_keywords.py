@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
 from hf_paged.config import OF_LOADING, PagedConfig
-from hf_paged.options.chat_templates import RENDERED, template_source, variables_of
 from hf_paged.options.keywords import CallKeywords, names_of
 from hf_paged.options.prompts import is_chat, is_without_template
 from hf_paged.vllm_names import SAMPLING, unknown_names
@@ -21,6 +21,7 @@ OURS = ("tokenize", "return_dict", "return_tensors", "padding", "return_assistan
 _FOR_TEMPLATE = ("tools", "documents", "add_generation_prompt")
 # Keywords that are dropped if None, since a template may treat a variable that is None as set.
 _LEFT_OUT_AS_NONE = ("tools", "documents", "enable_thinking")
+RENDERED = ("conversation", "messages")  # the chat itself
 
 
 def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], tokenizer: Any,
@@ -57,7 +58,18 @@ def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], 
     template = {**found, **template}
     if unknown := {name: value for name, value in rest.items()
                    if name not in found and not hasattr(GenerationConfig, name)}:
-        raise ValueError(_unknown_settings(unknown, {*fields, *known}, read))
+        parameters = {name for name in inspect.signature(GenerationMixin.generate).parameters if name != "self"}
+        elsewhere = {
+            "PagedGenerator.from_pretrained, PagedGenerator or hf_paged.enable":
+            {field.name for field in dataclasses.fields(PagedConfig)},
+            "PagedGenerator.from_pretrained": OF_LOADING, "PagedGenerator.generate": ("use_tqdm",),
+            "model.generate, which the enabled model runs": parameters - {"kwargs"},
+        }
+        accepted = {*fields, *known, *read, "prompts", "generation_config", *names_of(CallKeywords)}
+        raise ValueError(unknown_names(
+            unknown, accepted, SAMPLING, elsewhere,
+            "expected fields of a GenerationConfig, parameters of apply_chat_template or variables of the chat "
+            f"template, which refers to {_listed(read)}"))
     settings = {name: value for name, value in keywords.items() if name not in found}
     if not template:
         return {"add_generation_prompt": True}, settings
@@ -70,20 +82,6 @@ def split_keywords(keywords: dict[str, Any], explicit: Any, prompts: list[Any], 
     check_read(template, tokenizer)
     template.setdefault("add_generation_prompt", not template.get("continue_final_message"))
     return template, settings
-
-
-def _unknown_settings(given: dict[str, Any], accepted: set[str], read: frozenset[str]) -> str:
-    parameters = {name for name in inspect.signature(GenerationMixin.generate).parameters if name != "self"}
-    fields = {field.name for field in dataclasses.fields(PagedConfig)}
-    elsewhere = {
-        "PagedGenerator.from_pretrained, PagedGenerator or hf_paged.enable": fields,
-        "PagedGenerator.from_pretrained": OF_LOADING, "PagedGenerator.generate": ("use_tqdm",),
-        "model.generate, which the enabled model runs": parameters - {"kwargs"},
-    }
-    own = {"prompts", "generation_config", *names_of(CallKeywords)}
-    return unknown_names(given, {*accepted, *read, *own}, SAMPLING, elsewhere,
-                         "expected fields of a GenerationConfig, parameters of apply_chat_template or variables of "
-                         f"the chat template, which refers to {_listed(read)}")
 
 
 def _listed(read: frozenset[str]) -> str:
@@ -125,3 +123,24 @@ def check_read(given: Mapping[str, Any], tokenizer: Any, *, others: Mapping[str,
             raise ValueError(f"{name}={value!r:.80}: expected it left out, since the model's chat template does not "
                              f"refer to it (it refers to {_listed(read)})")
 
+
+def template_source(tokenizer: Any, keywords: Mapping[str, Any]) -> str | None:
+    """Return the template that `apply_chat_template` renders with these keywords; None if there is none to read."""
+    if not hasattr(tokenizer, "get_chat_template"):
+        return None
+    try:
+        source = tokenizer.get_chat_template(keywords.get("chat_template"), keywords.get("tools"))
+        variables_of(source)
+    except Exception:  # no template, or one that is none: applying it says so
+        return None
+    return str(source)
+
+
+@functools.lru_cache(maxsize=32)
+def variables_of(source: str) -> frozenset[str]:
+    """Return the variables that a template refers to and does not set itself, except the chat's."""
+    from jinja2 import meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment = _compile_jinja_template(source).environment
+    return frozenset(meta.find_undeclared_variables(environment.parse(source))) - {*RENDERED}

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar
 
-from hf_paged.options.request_options import RequestOptions
+from hf_paged.options.request_spec import PLAIN
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -160,10 +160,10 @@ class GenerateKeywords(CallKeywords, total=False):
     attention_mask: Any
 
 
-DEFAULTS: dict[str, Any] = {**RequestOptions._field_defaults, "priority": 0, "on_error": "raise"}  # of others: None
+DEFAULTS: dict[str, Any] = {**PLAIN, "priority": 0, "on_error": "raise"}  # of others: None
 
-# Arguments of `PagedGenerator.generate` that are about a call, besides `RequestOptions`, the prompts and the config.
-OF_CALL = tuple(name for name in CallKeywords.__annotations__ if name not in RequestOptions._fields)
+# Arguments of `PagedGenerator.generate` that are about a call, besides those in `PLAIN`, the prompts and the config.
+OF_CALL = tuple(name for name in CallKeywords.__annotations__ if name not in PLAIN)
 
 
 def names_of(keywords: type) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Caches of settings: equal configs are merged once, and settings that several prompts share are made once.
+"""Caches of what requests ask for: equal configs are merged once, and settings that prompts share are read once.
 
 Stock compares ``max_new_tokens`` with 0 and otherwise hands it through, so that configs which differ in nothing but a
 positive one share a merge. Merges are kept from call to call under what the configs and the keywords say, as a text, so
@@ -8,15 +8,14 @@ that a changed config is a new one; settings within a call only, since classes m
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transformers import GenerationConfig, GenerationMixin
 
 from hf_paged.guards.original_classes import MERGING
 from hf_paged.options.arguments import merge_config
-from hf_paged.options.request_options import RequestOptions, RequestSettings, settings_with
-from hf_paged.options.settings import reads_prompt_length, settings_from_config
+from hf_paged.options.request_spec import RequestSpec
+from hf_paged.options.settings import reads_prompt_length, request_spec
 
 _MOST = 8  # merges that are kept
 _PLAIN = frozenset((int, float, bool, str, type(None)))  # types whose repr tells any two values apart
@@ -61,14 +60,10 @@ class MergeCache:
         return Merge(merged, first)
 
 
-class SettingsReader:
-    """The merged configs and the settings of one call's prompts.
+class SpecReader:
+    """The merged configs of one call's prompts, and the specifications of requests without their prompts.
 
-    Args:
-        model: the causal LM.
-        kwargs: the call's keywords that are settings.
-        cache: of the model.
-        vocab_size: number of logits of a token: ids lie below it.
+    ``kwargs`` are the call's keywords that are settings; ``vocab_size`` is the number of logits of a token.
     """
 
     def __init__(self, model: Any, kwargs: dict[str, Any], cache: MergeCache, vocab_size: int) -> None:
@@ -76,26 +71,25 @@ class SettingsReader:
         self._call_key = call_key(model, kwargs)
         # By ids of objects, which stand beside what is read of them so that no others get these ids.
         self._merges: dict[int, tuple[GenerationConfig | None, Merge]] = {}
-        self._settings: dict[tuple, tuple[RequestSettings, Merge, RequestOptions]] = {}
+        self._specs: dict[tuple, tuple[RequestSpec, Merge, dict[str, Any]]] = {}
 
     def merged(self, config: GenerationConfig | None) -> GenerationConfig:
         """Return the merged config of a prompt; raises as `merge_config`."""
         return self._merge(config).config
 
-    def settings(self, config: GenerationConfig | None, prompt_length: int, options: RequestOptions) -> RequestSettings:
-        """Return the settings of a prompt; raises as `merge_config`, `settings_from_config` and `settings_with`."""
+    def spec(self, config: GenerationConfig | None, prompt_length: int, options: dict[str, Any]) -> RequestSpec:
+        """Return the specification of a request without its prompt; raises as `merge_config` and `request_spec`."""
         merge = self._merge(config)
         merged = merge.config
         # A length penalty is checked for the number of new tokens, too.
         shared = merge.first if merged.exponential_decay_length_penalty is None else merged
         key = id(shared), prompt_length if reads_prompt_length(merged) else None, id(options)
-        if key not in self._settings:
-            settings = settings_from_config(merged, prompt_length, self._vocab_size)
-            self._settings[key] = settings_with(settings, options, self._vocab_size), merge, options
-        settings, of, _ = self._settings[key]
+        if key not in self._specs:
+            self._specs[key] = request_spec(merged, prompt_length, self._vocab_size, options), merge, options
+        spec, of, _ = self._specs[key]
         if merged.max_new_tokens == of.config.max_new_tokens:
-            return settings
-        return replace(settings, max_new_tokens=merged.max_new_tokens)
+            return spec
+        return spec.but(max_new_tokens=merged.max_new_tokens)
 
     def _merge(self, config: GenerationConfig | None) -> Merge:
         if id(config) not in self._merges:

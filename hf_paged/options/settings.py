@@ -1,10 +1,10 @@
-"""Conversion of a transformers `GenerationConfig` into the settings of a request; its options that are not native."""
+"""Conversion of a transformers `GenerationConfig` into a `RequestSpec`; its options that are not native."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,11 +12,24 @@ from transformers import GenerationConfig
 
 from hf_paged.errors import Reason, UnsupportedOptionError
 from hf_paged.options.arguments import described
-from hf_paged.options.logits_options import decay_overflows, edits_from_config
-from hf_paged.options.option_values import FLOAT32
-from hf_paged.options.patched_options import patched_option
-from hf_paged.options.request_options import RequestSettings
-from hf_paged.options.table import ARGUMENT, DRAWS, INERT, LOCKSTEP, NATIVE, OPTIONS, names, option_of
+from hf_paged.options.request_spec import RequestSpec
+from hf_paged.options.table import (
+    ALWAYS,
+    ARGUMENT,
+    DRAWS,
+    EDITS,
+    FLOAT32,
+    INERT,
+    LOCKSTEP,
+    NATIVE,
+    OPTIONS,
+    Context,
+    classes,
+    names,
+    number,
+    option_of,
+    patched_code,
+)
 from hf_paged.sampling.edit_reference import NEUTRAL, Edits
 
 # For one look-up a field: what never decides, and every neutral value under its own type.
@@ -26,10 +39,6 @@ _UNASKED_WITH_A_DICT = _UNASKED | {"return_dict_in_generate"}
 _UNASKED_WITHOUT_A_DICT = _UNASKED | {option.name for option in OPTIONS.values() if option.shapes_result}
 _NEUTRAL = frozenset((option.name, type(value), value) for option in OPTIONS.values() for value in option.neutral)
 _HASHABLE = (bool, int, float, str)
-
-
-AS_ARGUMENT = "Give it as an argument of `PagedGenerator.generate` or `Engine.add_request`; stock generate ignores it."
-
 LEAVE_OUT = "Leave the option out if its result is not needed."
 
 
@@ -56,7 +65,9 @@ def option_reason(name: str, value: Any) -> Reason:
     """Return the reason that stock has to carry out an option, or an argument of `generate`."""
     if option_of(name).path == ARGUMENT:
         return Reason(f"{name}={{}} of a GenerationConfig is no option of transformers, which ignores it: it is an "
-                      "argument of hf_paged's own calls", described(value), remedy=AS_ARGUMENT)
+                      "argument of hf_paged's own calls", described(value),
+                      remedy="Give it as an argument of `PagedGenerator.generate` or `Engine.add_request`; stock "
+                             "generate ignores it.")
     return Reason(f"{name}={{}} is not carried out by the paged engine", described(value), remedy=LEAVE_OUT)
 
 
@@ -71,11 +82,16 @@ def _beyond(config: GenerationConfig, carried_out: frozenset[str]) -> Iterator[R
             yield option_reason(name, value)
 
 
-def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSettings:
-    """Read a fully merged config (user over model over defaults) for a prompt of `prompt_length` tokens.
+def request_spec(config: GenerationConfig, prompt_length: int, vocab_size: int,
+                 options: Mapping[str, Any] = MappingProxyType({}), **fields: Any) -> RequestSpec:
+    """Return the specification of a request. All requests are made here, or copied from one that was.
 
     Args:
+        config: fully merged (user over model over defaults).
+        prompt_length: the number of tokens of the prompt.
         vocab_size: number of logits of a token: ids in options must lie below it.
+        options: those in `PLAIN` that the caller gave.
+        fields: checked values of further fields.
 
     Raises:
         UnsupportedOptionError: an option that is not native, or whose processor or criterion was patched.
@@ -83,14 +99,15 @@ def settings_from_config(config: GenerationConfig, prompt_length: int, vocab_siz
         TypeError: a value of another type than stock takes.
     """
     try:
-        settings = _read(config, prompt_length, vocab_size)
+        spec = _read(config, prompt_length, vocab_size)
     except OverflowError as error:  # an integer that no float holds
         raise ValueError(f"generation settings: {error}, expected numbers that a float holds") from error
-    _check_numbers(settings)
-    if decay_overflows(settings.edits, settings.max_new_tokens):
+    _check_numbers(spec)
+    if spec.edits.decay_start is not None and _decay_overflows(spec.edits, spec.max_new_tokens):
         raise ValueError(f"exponential_decay_length_penalty={config.exponential_decay_length_penalty!r:.200}: expected "
                          "a penalty that stays a finite number for all new tokens")
-    return settings
+    spec = spec.with_options(options, vocab_size)
+    return spec.but(**fields) if fields else spec
 
 
 def reads_prompt_length(config: GenerationConfig) -> bool:
@@ -101,10 +118,10 @@ def reads_prompt_length(config: GenerationConfig) -> bool:
     )
 
 
-def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSettings:
+def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> RequestSpec:
     if (option := unsupported_option(config)) is not None:
         raise UnsupportedOptionError(f"{option}; use model.generate for it")
-    if (reason := patched_option(config)) is not None:
+    if (reason := patched_code([*ALWAYS, *classes(config)])) is not None:
         raise UnsupportedOptionError(f"{reason}; use model.generate for it")
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "top_k"):
         value = getattr(config, name)
@@ -126,21 +143,18 @@ def _read(config: GenerationConfig, prompt_length: int, vocab_size: int) -> Requ
     if min_new_tokens is None:  # stock: min_new_tokens takes precedence, whichever is larger
         min_new_tokens = (config.min_length or 0) - prompt_length
     eos = token_id_tuple(config.eos_token_id)
-    settings = RequestSettings(
+    drawn: dict[str, Any] = {"do_sample": bool(config.do_sample)}
+    for drawing in DRAWS if config.do_sample else ():
+        if (value := getattr(config, drawing.name)) is not None:
+            assert drawing.draws is not None
+            drawn[drawing.name] = drawing.draws(drawing.name, value)
+    return RequestSpec(
         max_new_tokens=max_new_tokens, min_new_tokens=max(min_new_tokens, 0), eos_token_ids=eos,
         edits=edits_from_config(config, eos, vocab_size), stop_strings=_stop_strings(config.stop_strings),
-        max_time=_max_time(config.max_time), draft_tokens=_draft_tokens(config.prompt_lookup_num_tokens),
+        max_time=None if config.max_time is None else number(
+            "max_time", config.max_time, -math.inf, math.inf, "None or a number of seconds, and no NaN"),
+        draft_tokens=_draft_tokens(config.prompt_lookup_num_tokens), **drawn,
     )
-    return _with_sampling(settings, config) if config.do_sample else settings
-
-
-def _with_sampling(settings: RequestSettings, config: GenerationConfig) -> RequestSettings:
-    drawn: dict[str, Any] = {}
-    for option in DRAWS:
-        if (value := getattr(config, option.name)) is not None:
-            assert option.draws is not None
-            drawn[option.name] = option.draws(option.name, value)
-    return replace(settings, do_sample=True, **drawn)
 
 
 # Integers that only the host's Python reads: the length is cut to what there is room for, ids that no token has are
@@ -149,9 +163,9 @@ _UNBOUNDED = ("max_new_tokens", "eos_token_ids")
 _NAMES_IN_CONFIG = dict.fromkeys(("decay_start", "decay_factor"), "exponential_decay_length_penalty")
 
 
-def _check_numbers(settings: RequestSettings | Edits) -> None:
+def _check_numbers(spec: RequestSpec | Edits) -> None:
     """Raise ValueError for the first field with a number that does not fit into the int32 or float32 of kernels."""
-    for name, value in vars(settings).items():
+    for name, value in vars(spec).items():
         if type(value) is Edits:
             if value is not NEUTRAL:
                 _check_numbers(value)
@@ -200,16 +214,49 @@ def _draft_tokens(value: Any) -> int:
     return int(value)
 
 
-def _max_time(value: Any) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"max_time={value!r}: expected None or a number of seconds")
-    return float(value)
-
-
 def _same(value: Any, neutral: Any) -> bool:
     """Return whether values are equal, where 0 is not False and 1 is not True."""
     if isinstance(neutral, bool) or isinstance(value, bool) or neutral is None:
         return value is neutral
     return isinstance(value, (int, float, str)) and value == neutral
+
+
+def edits_from_config(config: GenerationConfig, eos: tuple[int, ...], vocab_size: int) -> Edits:
+    """Return the edits of one request's logits for the options of a merged `config` with these EOS ids.
+
+    Raises:
+        ValueError, TypeError: naming the option, its value, and what transformers' processor says of it.
+    """
+    context, draws, fields = Context(eos, vocab_size), config.do_sample, dict[str, Any]()
+    for option in EDITS:
+        value = getattr(config, option.name, None)
+        if value is None or (option.only_sampling and not draws):
+            continue
+        try:
+            is_active = option.is_active(value)
+        except TypeError as error:  # of a comparison
+            kind = type(value).__name__
+            raise TypeError(f"{option.name}={value!r:.200}: expected None or a number, got {kind}") from error
+        if not is_active:
+            continue
+        assert option.edits is not None
+        try:
+            fields |= option.edits(value, context)
+        except Exception as error:  # a value of a wrong type may make transformers raise any exception
+            raise ValueError(f"{option.name}={value!r:.200}: {error}") from error
+    if not fields:
+        return NEUTRAL
+    edits = Edits(**fields)
+    if edits.decay_start is not None and not all(0 <= token < vocab_size for token in eos):
+        raise ValueError(f"eos_token_id={list(eos)!r:.200}: expected token ids in [0, {vocab_size}) with "
+                         "exponential_decay_length_penalty, which scores them")
+    return edits
+
+
+def _decay_overflows(edits: Edits, max_new_tokens: int) -> bool:
+    """Return whether stock's length penalty, a power in Python's floats, overflows before the last new token."""
+    assert edits.decay_start is not None
+    try:
+        return not math.isfinite(edits.decay_factor ** max(0, max_new_tokens - edits.decay_start))
+    except (OverflowError, ZeroDivisionError):
+        return True

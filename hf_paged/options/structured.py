@@ -46,11 +46,7 @@ def check_size(structured: Structured, most: int) -> None:
 
 
 def read_structured(structured: Any) -> Structured | None:
-    """What a caller gave, or None for None.
-
-    Raises:
-        TypeError, ValueError: naming what is wrong with it.
-    """
+    """Return what a caller gave, checked, or None for None; a TypeError or ValueError names what is wrong with it."""
     if structured is None or isinstance(structured, Structured):
         return structured
     if not isinstance(structured, Mapping):
@@ -105,10 +101,10 @@ _READERS: dict[str, Callable[[Any], str]] = {
 
 def choices_as_grammar(choices: list[str]) -> str:
     """Return an EBNF grammar of exactly these texts."""
-    return "root ::= " + " | ".join(f'"{"".join(map(_escaped, text))}"' for text in choices)
 
+    def escaped(character: str) -> str:
+        if character in '"\\':
+            return "\\" + character
+        return character if character.isprintable() else f"\\U{ord(character):08x}"
 
-def _escaped(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    return character if character.isprintable() else f"\\U{ord(character):08x}"
+    return "root ::= " + " | ".join(f'"{"".join(map(escaped, text))}"' for text in choices)

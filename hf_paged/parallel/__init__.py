@@ -1,1 +1,1 @@
-"""One model over several ranks: sharded layers, their loading, communication, and worker processes."""
+"""One model over several ranks: sharded layers, their loading, communication, worker processes, gathered replicas."""

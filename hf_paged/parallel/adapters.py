@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.guards.replaced_forwards import called_name
 from hf_paged.optional import require
-from hf_paged.parallel.checkpoint_place import check_place, naming_broken_files
+from hf_paged.parallel.checkpoint import check_place, naming_broken_files
 from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, Sharded
 
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.(?:(.+)\.)?(weight|bias)")
@@ -129,7 +130,7 @@ def is_cut_like_its_layer(layer: Any) -> bool:
     """Return whether the matrices of all adapters of a LoRA layer are cut by `add_adapter` as its base layer is cut."""
     kinds = {ColumnParallelLinear: (nn.Linear, ColumnParallelLinear), RowParallelLinear: (RowParallelLinear, nn.Linear)}
     expected = kinds.get(type(layer.base_layer))
-    if expected is None or _full_name(layer) != _KIND or layer.merged_adapters or getattr(layer, "lora_variant", {}):
+    if expected is None or called_name(layer) != _KIND or layer.merged_adapters or getattr(layer, "lora_variant", {}):
         return False
     return all((type(layer.lora_A[name]), type(layer.lora_B[name])) == expected for name in layer.lora_A)
 
@@ -142,23 +143,19 @@ def _held(layer: Any) -> set[str]:
     return {*layer.lora_A, *layer.lora_embedding_A}
 
 
-def _full_name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
 def _cut(path: str, layer: Any, name: str) -> None:
     """Replace the matrices of a new adapter, on the meta device, by ones with memory for this rank's part."""
     base = layer.base_layer
     known = type(base) in (nn.Linear, ColumnParallelLinear, RowParallelLinear)
-    if _full_name(layer) != _KIND or not known or name in getattr(layer, "lora_variant", {}):
-        what = f"{path}, a {_full_name(layer)} over a {type(base).__name__},"
+    if called_name(layer) != _KIND or not known or name in getattr(layer, "lora_variant", {}):
+        what = f"{path}, a {called_name(layer)} over a {type(base).__name__},"
         raise ValueError(f"{what} cannot have an adapter of this kind here: {_REMEDY}")
     down, up = layer.lora_A[name], layer.lora_B[name]
     kind = {"device": "meta", "dtype": torch.float32}  # as PEFT keeps adapters, whatever they were saved in
     rank, has_bias = down.out_features, up.bias is not None
     down, up = nn.Linear(base.in_features, rank, False, **kind), nn.Linear(rank, base.out_features, has_bias, **kind)
     if isinstance(base, Sharded):
-        shard = base.shard_of("weight")
+        shard = base.shards["weight"]
         [part] = shard.ranges
         if isinstance(base, ColumnParallelLinear):
             up = ColumnParallelLinear(nn.Linear(rank, shard.shape[0], has_bias, **kind), base.group, part)

@@ -8,16 +8,16 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from hf_paged.device.cuda import num_cores
-from hf_paged.parallel.checkpoint_place import broken
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Limits of what a thread has staged for a device, and mapped, at a time: mapped pages count as the process's memory
@@ -25,6 +25,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 _CHUNK_BYTES, _BATCH_BYTES, _MOST_THREADS = 32 << 20, 64 << 20, 8
 _CHECK_EVERY_S = 0.1
 _INTEGERS = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16}
+_EXPECTED = "expected a folder that holds a checkpoint, or an id of the hub, as 'Qwen/Qwen3-8B'"
+_LFS = b"version https://git-lfs"  # start of a pointer that Git LFS leaves in place of a file
 
 
 class Entry(NamedTuple):
@@ -242,3 +244,67 @@ class _Staging:
         with torch.cuda.stream(self._stream):
             target.copy_(pinned, non_blocking=True)
         self._stream.synchronize()
+
+
+def check_place(name: str, path_or_id: Any, configs: Iterable[str] = ()) -> None:
+    """Raise an OSError for a path that is no folder, if the path cannot be an id (ID@REVISION) of the hub.
+
+    Args:
+        name: name of the argument.
+        configs: files, of which the folder has to hold one.
+    """
+    path = os.fspath(path_or_id)
+    if os.path.isfile(path):
+        raise NotADirectoryError(f"{name}={path!r}: it is a file, {_EXPECTED}")
+    if not os.path.isdir(path):
+        if os.path.isabs(path) or path.startswith((".", "~")) or path.endswith(os.sep) or _is_too_deep(path):
+            home = os.path.expanduser(path)
+            hint = f"; write {home!r}, since '~' is the shell's" if home != path and os.path.isdir(home) else ""
+            raise FileNotFoundError(f"{name}={path!r}: there is no such folder, {_EXPECTED}{hint}")
+        return
+    if configs and not any(os.path.isfile(os.path.join(path, config)) for config in configs):
+        raise FileNotFoundError(f"{name}={path!r}: the folder has no {next(iter(configs))}, {_EXPECTED}; found "
+                                f"{sorted(os.listdir(path))!r:.300}")
+
+
+def _is_too_deep(path: str) -> bool:
+    """Return whether a path has more slashes than an id of the hub, not counting a revision (``@refs/pr/1``)."""
+    return path.partition("@")[0].count("/") > 1
+
+
+@contextmanager
+def naming_the_place(name: str, path_or_id: Any) -> Iterator[None]:
+    """Add to transformers' OSErrors about an id of the hub that there is no folder of this name.
+
+    OSErrors with an errno (a full disk) and of subclasses are left as they are: callers distinguish them.
+    """
+    try:
+        yield
+    except OSError as error:
+        path = os.fspath(path_or_id)
+        if type(error) is not OSError or error.errno is not None or os.path.isdir(path):
+            raise
+        raise OSError(f"{name}={path!r}: there is no such folder in {os.getcwd()!r}, and as an id of the hub: "
+                      f"{error}") from error
+
+
+@contextmanager
+def naming_broken_files(find: Any) -> Iterator[None]:
+    """Raise errors of safetensors as ValueErrors that name the file; ``find()`` returns the files."""
+    try:
+        yield
+    except SafetensorError:
+        files: list[str] = []
+        with suppress(Exception):  # the first error says more than one of `find`
+            files = find()
+        catalogue(files)
+        raise
+
+
+def broken(file: str, error: Exception) -> str:
+    """Return the message about a safetensors file that cannot be read."""
+    remedy = "download or copy it again"
+    with suppress(OSError), open(file, "rb") as opened:
+        if opened.read(len(_LFS)) == _LFS:
+            remedy = "it is a pointer of Git LFS, for which `git lfs pull` brings the file"
+    return f"{file}: expected a whole safetensors file ({error}); {remedy}"

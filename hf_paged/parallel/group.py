@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from hf_paged.errors import EngineClosedError
+from hf_paged.kernels.build.compiling import is_dry
 from hf_paged.kernels.comm._peers import Peers
 from hf_paged.kernels.comm.all_reduce import all_reduce, all_reduce_add_rms_norm, choose_algorithm_for
 
@@ -27,13 +28,6 @@ _WAIT = timedelta(days=365)
 _LAST_NAME = "~hf_paged"
 # Key of the store for a rank that waits in `ParallelGroup.meet`.
 ARRIVED = "hf_paged/arrived/{rank}"
-
-
-class Graphs(Protocol):
-    """CUDA graphs that hold collectives."""
-
-    def drop(self) -> None:
-        """Destroy the graphs."""
 
 
 class ParallelGroup:
@@ -52,10 +46,10 @@ class ParallelGroup:
         self.driven = driven
         self._devices: Any = None  # process group of the device collectives: NCCL on CUDA, gloo on a CPU
         self._hosts: Any = None  # gloo group of the collectives on the host
-        self._buffers: Any = None  # a `peers.PeerBuffers`: GPUs that reach each other's memory
+        self.buffers: Any = None  # a `peers.PeerBuffers`, over which to sum where that is faster
         self._together: list[int] = []  # threads that are inside `together`
         self._alone: Callable[[], None] | None = None  # inside `alone`: called in place of collectives
-        self._graphs: weakref.WeakSet[Graphs] = weakref.WeakSet()
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._process = os.getpid()
 
     def __deepcopy__(self, memo: dict) -> ParallelGroup:
@@ -94,15 +88,15 @@ class ParallelGroup:
         self._hosts = hosts
         _world.pg_names[_ShutdownHook(self)] = _LAST_NAME  # type: ignore[index, assignment]
 
-    def holds(self, graphs: Graphs) -> None:
-        """Remember `graphs`, which may hold this group's collectives."""
+    def holds(self, graphs: Any) -> None:
+        """Remember CUDA graphs (`StepGraphs`), which may hold this group's collectives."""
         if self.is_parallel:
             self._graphs.add(graphs)
 
     def drop_graphs(self) -> None:
         """Drop all graphs before the process groups end: aborting or destroying NCCL's waits for graphs that use it."""
         for graphs in list(self._graphs):
-            graphs.drop()
+            graphs.drop("ranks ended")
 
     def leave(self) -> None:
         """Release the process groups, which hold the store's sockets open: collectives raise from now on."""
@@ -129,16 +123,12 @@ class ParallelGroup:
     @property
     def peers(self) -> Peers | None:
         """Argument of the kernels of `all_reduce`; None if the GPUs do not reach each other's memory."""
-        return None if self._buffers is None else self._buffers.peers
-
-    def use_peers(self, buffers: Any) -> None:
-        """Sum over this `peers.PeerBuffers` where that is faster."""
-        self._buffers = buffers
+        return None if self.buffers is None else self.buffers.peers
 
     def abort(self) -> None:
         """End this rank's kernels that wait for a dead rank; may be called from any thread."""
-        if self._buffers is not None:
-            self._buffers.abort()
+        if self.buffers is not None:
+            self.buffers.abort()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -166,10 +156,12 @@ class ParallelGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of a contiguous tensor, which may be overwritten."""
-        if not self._others_come(tensor):
+        peers = self.peers
+        algorithm = None if peers is None else choose_algorithm_for(tensor, peers)
+        if not self._others_come(tensor, by_kernel=algorithm is not None):
             return tensor
-        if self.peers is not None and (algorithm := choose_algorithm_for(tensor, self.peers)):
-            return all_reduce(tensor, self.peers, algorithm)
+        if peers is not None and algorithm is not None:
+            return all_reduce(tensor, peers, algorithm)
         dist.all_reduce(tensor, group=self._met(self._devices))
         return tensor
 
@@ -177,7 +169,7 @@ class ParallelGroup:
                                 eps: float) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Compute `add_rms_norm`, see there, of the sum over ranks in one kernel; None if impossible or slower."""
         algorithm = None if self.peers is None else choose_algorithm_for(tensor, self.peers)
-        if self.peers is None or algorithm is None or not self._others_come(tensor):
+        if self.peers is None or algorithm is None or not self._others_come(tensor, by_kernel=True):
             return None
         return all_reduce_add_rms_norm(tensor, residual, weight, eps, self.peers, algorithm)
 
@@ -212,12 +204,17 @@ class ParallelGroup:
         dist.all_to_all_single(received.flatten(0, 1), columns.contiguous(), group=self._met(self._devices))
         return received.transpose(0, 1).flatten(1)
 
-    def _others_come(self, tensor: torch.Tensor) -> bool:
-        """Return whether other ranks make the same call; raises if there are other ranks, and they do not."""
+    def _others_come(self, tensor: torch.Tensor, *, by_kernel: bool = False) -> bool:
+        """Return whether other ranks make the same call; raises if there are other ranks, and they do not.
+
+        In a dry run, which other ranks do not make, only a call of hf_paged's kernels goes on: none is launched.
+        """
         if not self.is_parallel:
             return False
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise RuntimeError("a model that is sharded by hf_paged only generates: expected a forward under no_grad")
+        if is_dry():
+            return by_kernel
         if self._alone is not None:
             self._alone()
             return False
@@ -231,7 +228,10 @@ class ParallelGroup:
     # -- on the host ------------------------------------------------------------------------------------------------
 
     def broadcast(self, thing: Any = None) -> Any:
-        """Return rank 0's `thing`, which has to pickle, on every rank; waits for rank 0."""
+        """Return rank 0's `thing`, which has to pickle, on every rank; waits for rank 0.
+
+        Takes a third of the time of torch's `broadcast_object_list`: it runs whenever requests arrive.
+        """
         if not self.is_parallel:
             return thing
         if self.rank == 0:
@@ -305,12 +305,7 @@ def check_world(size: int) -> None:
 
 
 def join(rank: int, size: int, device: torch.device, *, store: Any = None, driven: bool = False) -> ParallelGroup:
-    """Meet the other ranks; waits for all of them.
-
-    Args:
-        rank, size, driven: as for `ParallelGroup`.
-        device, store: as for `ParallelGroup.meet`, whose errors it raises.
-    """
+    """Return the group after meeting the other ranks; arguments and errors are those of `ParallelGroup` and `meet`."""
     if size == 1:
         return SINGLE
     group = ParallelGroup(dist.get_rank() if dist.is_initialized() else rank, size, driven=driven)

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _world
 
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.parallel.group import ARRIVED, ENVIRONMENT, ParallelGroup
-from hf_paged.parallel.process import WorkerProcess
+from hf_paged.parallel.worker import WorkerProcess
 
 # All ranks are on this host, and it is `launch` that ends the process of a rank, not NCCL's watchdogs.
 _LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -63,9 +63,6 @@ class Workers:
     """Processes of ranks 1 to `size - 1`, made by `launch`.
 
     They end with `close`, with the last reference to this object, and with this process, however it ends.
-
-    Attributes:
-        store: the `TCPStore` at which the ranks meet.
     """
 
     def __init__(self, state: _State) -> None:
@@ -169,11 +166,12 @@ def is_leading() -> bool:
 
 
 def launch(size: int, job: Any, device_type: str) -> Workers:
-    """Start ranks 1 to `size - 1`, each running `job.run(rank, size, store)` (`worker.Job`); this process is rank 0.
+    """Start ranks 1 to `size - 1`, each running `job.run(rank, size, store)`; this process is rank 0.
 
     Args:
         size: number of ranks, at least 2.
-        job: object that is sent pickled; its class has to be importable.
+        job: object that is sent pickled; its class has to be importable. `run` ends when rank 0 ends the job; `store`
+            is the `TCPStore` of all ranks. Garbage collection is off until the job enables it, after loading.
         device_type: "cuda" (one device for each rank) or "cpu".
 
     Raises:

@@ -1,31 +1,31 @@
 """Layers of which each rank holds a part. They are for inference only: their collectives have no gradient.
 
 A layer is made from the stock layer that it replaces, on the stock layer's device (meta, in `loading`), and its
-parameters have stock's names. `group` holds its ranks; `shard_of(parameter)` is the part of the stock parameter that
-the layer holds. With a group of one the layer holds all of it, and computes what the stock layer does.
+parameters have stock's names. `group` holds its ranks. With a group of one the layer holds all of each parameter, and
+computes what the stock layer does.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hf_paged.parallel.group import ParallelGroup
-from hf_paged.parallel.shards import Shard, vocab_shard
+from hf_paged.sampling.sample_tokens import GROUP_SIZE
+
+# Vocabulary rows of a rank are a multiple of the sampler's GROUP_SIZE, or of this number in small vocabularies.
+_FEW_ROWS = 16
 
 
 class Sharded:
     """Mixin for the class of a layer of which a rank holds a part."""
 
     group: ParallelGroup
-    _shards: dict[str, Shard]
-
-    def shard_of(self, parameter: str) -> Shard:
-        return self._shards[parameter]
+    shards: dict[str, Shard]  # by parameter: which part of the stock parameter the layer holds
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Refuse `state_dict` and `save_pretrained`, which would save a part as the whole under its name."""
@@ -46,7 +46,7 @@ class ColumnParallelLinear(Sharded, nn.Linear):
         full, width = linear.weight.shape
         super().__init__(width, rows[1] - rows[0], linear.bias is not None, **_like(linear.weight))
         self.group = group
-        self._shards = {"weight": Shard((full, width), 0, (rows,)), "bias": Shard((full,), 0, (rows,))}
+        self.shards = {"weight": Shard((full, width), 0, (rows,)), "bias": Shard((full,), 0, (rows,))}
 
 
 class RowParallelLinear(Sharded, nn.Linear):
@@ -59,7 +59,7 @@ class RowParallelLinear(Sharded, nn.Linear):
         height, full = linear.weight.shape
         super().__init__(columns[1] - columns[0], height, linear.bias is not None, **_like(linear.weight))
         self.group = group
-        self._shards = {"weight": Shard((height, full), 1, (columns,)), "bias": Shard.whole((height,))}
+        self.shards = {"weight": Shard((height, full), 1, (columns,)), "bias": Shard.whole((height,))}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.group.is_parallel:
@@ -82,7 +82,7 @@ class VocabParallelEmbedding(Sharded, nn.Embedding):
         self.group = group
         self.vocab_size = embedding.num_embeddings
         self.first = group.rank * rows
-        self._shards = {"weight": shard}
+        self.shards = {"weight": shard}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.group.is_parallel:
@@ -96,8 +96,8 @@ class VocabParallelEmbedding(Sharded, nn.Embedding):
 class VocabParallelHead(Sharded, nn.Linear):
     """Head of `vocab_rows` rows: [..., hidden_size] -> all logits [..., vocab_size], the same on each rank.
 
-    `local` returns this rank's own columns, of which the first `num_real` are the tokens from `first` on. Further
-    columns are padding, whose logits have no meaning.
+    Of this rank's own columns the first `num_real` are the tokens from `first` on. Further columns are padding, whose
+    logits have no meaning.
     """
 
     def __init__(self, linear: nn.Linear, group: ParallelGroup) -> None:
@@ -108,14 +108,10 @@ class VocabParallelHead(Sharded, nn.Linear):
         self.group = group
         self.vocab_size = linear.out_features
         self.first, self.num_real = group.rank * rows, stop - start
-        self._shards = {"weight": shard, "bias": vocab_shard((linear.out_features,), group.rank, group.size)}
-
-    def local(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute [..., hidden_size] -> [..., rows], this rank's own columns."""
-        return F.linear(hidden, self.weight, self.bias)
+        self.shards = {"weight": shard, "bias": vocab_shard((linear.out_features,), group.rank, group.size)}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.gathered(self.local(input))
+        return self.gathered(F.linear(input, self.weight, self.bias))
 
     def gathered(self, local: torch.Tensor) -> torch.Tensor:
         """Gather the columns [..., rows] of every rank -> all logits [..., vocab_size]."""
@@ -166,13 +162,13 @@ def shard_experts(experts: Any, group: ParallelGroup, inner: tuple[int, int]) ->
     experts.intermediate_dim = stop - start
     kind: Any = type(experts)
     experts.__class__ = sharded_class(kind)
-    experts.group, experts._shards = group, shards
+    experts.group, experts.shards = group, shards
 
 
 def shard_of(module: nn.Module, parameter: str) -> Shard:
     """Return the part of the stock parameter that a module holds: all of it, unless the module is sharded."""
     if isinstance(module, Sharded):
-        return module.shard_of(parameter)
+        return module.shards[parameter]
     return Shard.whole(tuple(getattr(module, parameter).shape))
 
 
@@ -183,3 +179,84 @@ def is_sharded(module: nn.Module) -> bool:
 
 def _like(weight: torch.Tensor) -> dict[str, Any]:
     return {"device": weight.device, "dtype": weight.dtype}
+
+
+class Shard(NamedTuple):
+    """Part of a tensor of `shape`: `ranges` [start, stop) along `dim`, concatenated, then `padding` zeros."""
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+    padding: int = 0
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of the rank's own part."""
+        size = sum(stop - start for start, stop in self.ranges) + self.padding
+        return *self.shape[: self.dim], size, *self.shape[self.dim + 1 :]
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Return (start in the part, start in the whole tensor, size) of each range."""
+        sizes = [stop - start for start, stop in self.ranges]
+        return [(sum(sizes[:i]), start, sizes[i]) for i, (start, _) in enumerate(self.ranges)]
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Shard:
+        """Return the shard that is the whole tensor, on every rank."""
+        return Shard(tuple(shape), 0, ((0, shape[0]),) if shape else ())
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rank's part of a whole tensor, as a copy."""
+        if tuple(tensor.shape) != self.shape:
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)}: expected {self.shape}")
+        parts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        if self.padding:
+            size = list(tensor.shape)
+            size[self.dim] = self.padding
+            parts.append(tensor.new_zeros(size))
+        return torch.cat(parts, self.dim)
+
+
+def even_range(total: int, rank: int, size: int, what: str) -> tuple[int, int]:
+    """Return a rank's range [start, stop) of `total` in equal parts.
+
+    Raises:
+        ValueError: `total` does not divide by `size`; the message names `what`.
+    """
+    if total % size:
+        raise ValueError(f"{what}={total} does not divide by tensor_parallel_size={size}: expected a divisor")
+    each = total // size
+    return rank * each, (rank + 1) * each
+
+
+def local_kv_heads(kv_heads: int, size: int) -> int:
+    """Return how many KV heads a rank holds: its part of them, or one that other ranks hold, too.
+
+    Raises:
+        ValueError: neither number divides the other.
+    """
+    if kv_heads % size and size % kv_heads:
+        raise ValueError(f"num_key_value_heads={kv_heads} and tensor_parallel_size={size}: expected one to divide the "
+                         "other")
+    return max(1, kv_heads // size)
+
+
+def kv_head_range(kv_heads: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the range of a rank's KV heads, which its query heads attend to."""
+    first = rank * kv_heads // size
+    return first, first + local_kv_heads(kv_heads, size)
+
+
+def vocab_rows(vocab_size: int, size: int) -> int:
+    """Return rows of embedding and head on each rank, with the last ranks' padding; one rank has no padding."""
+    if size == 1:
+        return vocab_size
+    multiple = GROUP_SIZE if vocab_size > size * GROUP_SIZE else _FEW_ROWS
+    return -(-vocab_size // (size * multiple)) * multiple
+
+
+def vocab_shard(shape: tuple[int, ...], rank: int, size: int) -> Shard:
+    """Return the rows of an embedding [vocab_size, ...] on a rank."""
+    rows = vocab_rows(shape[0], size)
+    start, stop = (min(shape[0], edge * rows) for edge in (rank, rank + 1))
+    return Shard(tuple(shape), 0, ((start, stop),), rows - (stop - start))

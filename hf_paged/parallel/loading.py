@@ -12,12 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from hf_paged.parallel.checkpoint import DTYPES, CheckpointSlice, Entry, catalogue, find_files, read, same
 from hf_paged.parallel.group import ParallelGroup
-from hf_paged.parallel.layers import ShardedExperts, shard_of
-from hf_paged.parallel.named_weights import ignored_keys
+from hf_paged.parallel.named_weights import NamedWeights, ShardRange, WeightLocation
 from hf_paged.parallel.plan import parallelize
-from hf_paged.parallel.shards import Shard
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | None = "auto",
@@ -80,98 +76,50 @@ def _allocate(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _fill(model: PreTrainedModel, path: str, entries: dict[str, Entry], check: Callable[[], None]) -> None:
-    keys = _Keys(model, path, entries)
-    pieces: list[CheckpointSlice] = []
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            key = f"{module_name}.{name}"
-            if key == HEAD and model.config.tie_word_embeddings:
-                continue
-            pieces += _pieces(keys, module, key, shard_of(module, name), parameter.data)
-    tied = []
-    if model.config.tie_word_embeddings and keys.has(HEAD) and keys.has(EMBEDDING):
-        tied = _pieces(keys, model.lm_head, HEAD, shard_of(model.lm_head, "weight"), model.lm_head.weight.data)
-    keys.check_all_used()
+    weights, prefix = NamedWeights(model), f"{model.base_model_prefix}."
+    covered: dict[ShardRange, str] = {}  # a key of each
+    by_matrix: dict[str, bool] = {}  # of tensors: whether experts' matrices come one by one
+    slices: list[CheckpointSlice] = []
+    tied: list[CheckpointSlice] = []
+    for key, entry in entries.items():
+        if weights.is_ignored(key):
+            continue
+        try:
+            place = weights.place(key)
+        except ValueError as error:
+            raise ValueError(f"{key} in {entry.file} is no parameter of the model: expected a checkpoint of its "
+                             "config's architecture") from error
+        if entry.shape != place.shard.shape:
+            raise ValueError(f"{key} in {entry.file} has shape {entry.shape}: expected {place.shard.shape}")
+        alone, twin = place.covers.expert is not None, covered.setdefault(place.covers, key)
+        is_tied = twin.removeprefix(prefix) != key.removeprefix(prefix)
+        if by_matrix.setdefault(place.covers.name, alone) != alone or (twin is not key and not is_tied):
+            raise ValueError(f"{key} in {entry.file} is there in two forms: expected a checkpoint that has each weight "
+                             "once")
+        (tied if is_tied else slices).extend(_slices(key, place))
+    for name in weights.missing(covered):
+        files = sorted({entry.file for entry in entries.values()})
+        raise ValueError(f"{path}: {name} is missing: expected it with shape {weights.shape(name)} in "
+                         f"{', '.join(files)}")
     check()
-    read(pieces, entries, check)
+    read(slices, entries, check)
     if not same(tied, entries):
-        raise ValueError(f"{path}: {HEAD} is not the embedding, which tie_word_embeddings=True says: expected "
+        raise ValueError(f"{path}: lm_head.weight is not the embedding, which tie_word_embeddings=True says: expected "
                          "tie_word_embeddings=False in its config")
 
 
-class _Keys:
-    """Map from names of a model's parameters to keys of a checkpoint, of the causal LM or of its decoder only."""
-
-    def __init__(self, model: PreTrainedModel, path: str, entries: dict[str, Entry]) -> None:
-        self._path, self._entries = path, entries
-        self._prefix = f"{model.base_model_prefix}."
-        self._has_prefix = any(key.startswith(self._prefix) for key in entries)
-        self._used: set[str] = set()
-        self._ignored = ignored_keys(model)
-        self._tied = bool(model.config.tie_word_embeddings)
-
-    def has(self, name: str) -> bool:
-        return self._key(name) in self._entries
-
-    def use(self, name: str, shape: tuple[int, ...]) -> str:
-        """Return the key of a parameter; ValueError if it is missing or has another shape."""
-        if self._tied and name == EMBEDDING and not self.has(name):
-            name = HEAD
-        key = self._key(name)
-        if (entry := self._entries.get(key)) is None:
-            files = sorted({entry.file for entry in self._entries.values()})
-            raise ValueError(f"{self._path}: {key} is missing: expected it with shape {shape} in {', '.join(files)}")
-        if entry.shape != shape:
-            raise ValueError(f"{key} in {entry.file} has shape {entry.shape}: expected {shape}")
-        self._used.add(key)
-        return key
-
-    def check_all_used(self) -> None:
-        for key, entry in self._entries.items():
-            if key not in self._used and not any(pattern.search(key) for pattern in self._ignored):
-                raise ValueError(f"{key} in {entry.file} is no parameter of the model: expected a checkpoint of its "
-                                 "config's architecture")
-
-    def _key(self, name: str) -> str:
-        return name if self._has_prefix else name.removeprefix(self._prefix)
-
-
-def _pieces(keys: _Keys, module: nn.Module, name: str, shard: Shard, data: torch.Tensor) -> list[CheckpointSlice]:
-    """Return the pieces to read for one parameter, whose padding is zeroed here."""
+def _slices(key: str, place: WeightLocation) -> Iterator[CheckpointSlice]:
+    """Yield the slices of a checkpoint's tensor for its place, whose padding is zeroed here."""
+    shard, data = place.shard, place.data
     if shard.padding:
         data.narrow(shard.dim, data.shape[shard.dim] - shard.padding, shard.padding).zero_()
-    if data.ndim < 3:
-        key = keys.use(name, shard.shape)
-        return [CheckpointSlice(key, shard.dim, start, stop, target)
-                for start, stop, target in _targets(shard, data, shard.dim)]
-    if keys.has(name) or not isinstance(module, ShardedExperts):
-        key = keys.use(name, shard.shape)
-        return [
-            CheckpointSlice(key, shard.dim - 1, start, stop, target, index)
-            for index in range(len(data))
-            for start, stop, target in _targets(shard, data[index], shard.dim - 1)
-        ]
-    return list(_pieces_by_expert(keys, name, shard, data))
-
-
-def _targets(shard: Shard, data: torch.Tensor, dim: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    offset = 0
-    for start, stop in shard.ranges:
-        yield start, stop, data.narrow(dim, offset, stop - start)
-        offset += stop - start
-
-
-def _pieces_by_expert(keys: _Keys, name: str, shard: Shard, data: torch.Tensor) -> Iterator[CheckpointSlice]:
-    """Yield pieces of a checkpoint with gate, up and down matrices per expert; gate and up are one model parameter."""
-    experts, _, fused = name.rpartition(".")
-    _, height, width = shard.shape
-    names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[fused]
-    height //= len(names)
-    for index in range(len(data)):
-        for part, (start, stop, target) in enumerate(_targets(shard, data[index], shard.dim - 1)):
-            key = keys.use(f"{experts}.{index}.{names[part]}.weight", (height, width))
-            offset = part * height
-            yield CheckpointSlice(key, shard.dim - 1, start - offset, stop - offset, target)
+    for own, start, size in shard.spans():
+        part = data.narrow(shard.dim, own, size)
+        if part.ndim < 3:
+            yield CheckpointSlice(key, shard.dim, start, start + size, part)
+            continue
+        for index, matrix in enumerate(part):  # of an expert, within which the tensor is cut
+            yield CheckpointSlice(key, shard.dim - 1, start, start + size, matrix, index)
 
 
 def _generation_config(path_or_id: str, files: dict[str, Any]) -> GenerationConfig:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hf_paged.parallel.group import ParallelGroup
-from hf_paged.parallel.layers import Sharded, is_sharded
-from hf_paged.parallel.shards import Shard
+from hf_paged.parallel.layers import Shard, is_sharded, shard_of
 
 # Bytes sent at a time, which is also what ranks need in memory for it.
 CHUNK_BYTES = 64 << 20
@@ -55,14 +53,7 @@ class WeightLocation(NamedTuple):
 
     def pairs(self, first: int, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield pieces of `data`, each with its values from the whole tensor's `rows`, which start at row `first`."""
-        dim, offset = self.shard.dim, 0
-        for start, stop in self.shard.ranges:
-            if dim:
-                own = self.data[first : first + len(rows)].narrow(dim, offset, stop - start)
-                yield own, rows.narrow(dim, start, stop - start)
-            elif (low := max(start, first)) < (high := min(stop, first + len(rows))):
-                yield self.data[offset + low - start : offset + high - start], rows[low - first : high - first]
-            offset += stop - start
+        return _pairs(self.data, self.shard.dim, self.shard.spans(), first, rows)
 
 
 class NamedWeights:
@@ -70,7 +61,8 @@ class NamedWeights:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._ignored = ignored_keys(model)
+        ignored = (*_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))
+        self._ignored = [re.compile(pattern) for pattern in ignored]
         self._modules: dict[str, tuple[nn.Module, str]] = {}
         self._names: dict[int, str] = {}  # by id of the tensor; of tied weights the first name
         for path, module in model.named_modules():
@@ -84,7 +76,8 @@ class NamedWeights:
         return iter(self._names.values())
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether a name is a tensor of old checkpoints that transformers ignores as well."""
+        """Return whether a name is a tensor that a checkpoint may have and the model does not use, as in transformers.
+        """
         return any(pattern.search(name) for pattern in self._ignored)
 
     def place(self, name: str) -> WeightLocation:
@@ -97,7 +90,7 @@ class NamedWeights:
                              f"{near[0] if near else next(iter(self._modules))!r}")
         module, key, tensor = found
         _check_plain(name, module)
-        shard, data = _shard_of(module, key, tensor), tensor.data
+        shard, data = shard_of(module, key), tensor.data
         if not data.ndim:
             shard, data = Shard.whole((1,)), data.view(1)
         return WeightLocation(data, shard, ShardRange(self._names[id(tensor)]))
@@ -123,11 +116,21 @@ class NamedWeights:
         return tensor.detach()
 
     def missing(self, covered: Collection[ShardRange]) -> list[str]:
-        """Return names that are not covered: of tied weights the first, of experts' matrices their common tensor."""
-        counts = Counter(covers.name for covers in covered)
-        whole = {covers.name for covers in covered if covers.expert is None}
-        return [name for name in self if name not in whole and (
-            not counts[name] or counts[name] < len(self.tensor(name)) * (2 if name.endswith(".gate_up_proj") else 1))]
+        """Return names that are not covered: of tied weights the first, of experts' matrices the common tensor if none
+        of its matrices is covered."""
+        found: dict[str, set[ShardRange]] = {}
+        for covers in covered:
+            found.setdefault(covers.name, set()).add(covers)
+        names = []
+        for name in self:
+            if name not in found:
+                names.append(name)
+            elif ShardRange(name) not in found[name]:
+                experts, _, fused = name.rpartition(".")
+                names += [f"{experts}.{index}.{key}.weight" for index in range(len(self.tensor(name)))
+                          for key, (tensor, part) in _PARTS.items()
+                          if tensor == fused and ShardRange(name, index, part) not in found[name]]
+        return names
 
     def _find(self, name: str) -> tuple[nn.Module, str, torch.Tensor] | None:
         for known in (name, f"{self._model.base_model_prefix}.{name}"):
@@ -143,7 +146,7 @@ class NamedWeights:
             raise ValueError(f"{name!r} is no tensor of the model: expected names as in its state_dict")
         module, _, tensor = found
         _check_plain(name, module)
-        shard, index = _shard_of(module, key, tensor), int(match["index"])
+        shard, index = shard_of(module, key), int(match["index"])
         if index >= len(tensor):
             raise ValueError(f"{name!r}: expected one of {len(tensor)} experts")
         _, height, width = shard.shape
@@ -154,11 +157,6 @@ class NamedWeights:
         data = tensor.data[index].narrow(shard.dim - 1, part * (stop - start), stop - start)
         own = Shard((inner, width), shard.dim - 1, ((start - part * inner, stop - part * inner),))
         return WeightLocation(data, own, ShardRange(self._names[id(tensor)], index, part))
-
-
-def ignored_keys(model: Any) -> list[re.Pattern]:
-    """Return patterns of keys that a checkpoint may have and that the model does not use, as in transformers."""
-    return [re.compile(pattern) for pattern in (*_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))]
 
 
 def check_tensor(name: object, tensor: object, weights: NamedWeights) -> None:
@@ -217,22 +215,25 @@ def gather(weights: NamedWeights, name: str, group: ParallelGroup) -> torch.Tens
         rows = group.all_gather(tensor[first:end].contiguous().view(torch.uint8)).view(tensor.dtype)
         if whole is not None:
             for data, of_rank in zip(rows, edges, strict=True):
-                ranges = tuple(zip(of_rank[::2], of_rank[1::2], strict=True))
-                _put_back(WeightLocation(data, Shard(shard.shape, shard.dim, ranges), ShardRange(name)), first, whole)
+                of_it = shard._replace(ranges=tuple(zip(of_rank[::2], of_rank[1::2], strict=True)))
+                back = [(start, own, size) for own, start, size in of_it.spans()]
+                for piece, values in _pairs(whole, shard.dim, back, first, data):
+                    piece.copy_(values)
     return whole
 
 
-def _put_back(part: WeightLocation, first: int, whole: torch.Tensor) -> None:
-    """Copy `part.data`, a rank's rows from row `first` of its part on, to their place in `whole`, without padding."""
-    offset = 0
-    for start, stop in part.shard.ranges:
-        size = stop - start
-        if part.shard.dim:
-            whole[first : first + len(part.data)].narrow(part.shard.dim, start, size).copy_(
-                part.data.narrow(part.shard.dim, offset, size))
-        elif (low := max(offset, first)) < (high := min(offset + size, first + len(part.data))):
-            whole[start + low - offset : start + high - offset].copy_(part.data[low - first : high - first])
-        offset += size
+def _pairs(target: torch.Tensor, dim: int, spans: Iterable[tuple[int, int, int]], first: int,
+           rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pieces of `target`, each with its values from `rows`, the rows of another tensor from row `first` on.
+
+    `spans`: (start in the target, start in the other tensor, size) along `dim`.
+    """
+    last = first + len(rows)
+    for own, start, size in spans:
+        if dim:
+            yield target[first:last].narrow(dim, own, size), rows.narrow(dim, start, size)
+        elif (low := max(start, first)) < (high := min(start + size, last)):
+            yield target[own + low - start : own + high - start], rows[low - first : high - first]
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -243,12 +244,6 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for key, buffer in module._buffers.items():
         if buffer is not None and key not in module._non_persistent_buffers_set:
             yield key, buffer
-
-
-def _shard_of(module: nn.Module, key: str, tensor: torch.Tensor) -> Shard:
-    if isinstance(module, Sharded):
-        return module.shard_of(key)
-    return Shard.whole(tuple(tensor.shape)) if tensor.ndim else Shard((), 0, ())
 
 
 def _keeps_gates_above_ups(module: Any) -> bool:

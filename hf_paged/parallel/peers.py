@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,16 +33,12 @@ class PeersUnavailable(RuntimeError):
     """Not all GPUs can reach each other's memory, so that NCCL has to be used: the message says why."""
 
 
-class PeerBuffers:
-    """Symmetric allocations, one per rank, that all ranks map; made by :func:`open_peers`.
+class PeerBuffers(NamedTuple):
+    """Symmetric allocations, one per rank, that all ranks map; made by :func:`open_peers`."""
 
-    Attributes:
-        peers: argument of the kernels.
-    """
-
-    def __init__(self, peers: Peers, memory: torch.Tensor, handle: Any) -> None:
-        self.peers = peers
-        self._keep = memory, handle
+    peers: Peers  # argument of the kernels
+    memory: torch.Tensor  # kept, as is torch's handle, as long as the peers
+    handle: Any
 
     def abort(self) -> None:
         """End this rank's waits for its peers, now and from now on; may be called from any thread.
@@ -68,7 +64,8 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
         raise ValueError(f"capacity must be a positive multiple of 16, got {capacity}")
     rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
     _agree(_obstacle(device, size), hosts)
-    _agree(_obstacle_between(_of_all((socket.gethostname(), _uuid(device)), hosts)), hosts)
+    own = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    _agree(_obstacle_between(_of_all(own, hosts)), hosts)
     memory, handle, buffers = _share(capacity, device, hosts)
     # A wrongly mapped buffer is found here, and not by wrong outputs of a model.
     memory[-1] = rank + 1
@@ -77,13 +74,7 @@ def open_peers(hosts: dist.ProcessGroup, device: torch.device, capacity: int = C
     stamps = [int(buffer[-1]) for buffer in buffers]
     expected = list(range(1, size + 1))
     _agree(None if stamps == expected else f"peers' memory reads {stamps}, expected {expected}", hosts)
-    peers = Peers(
-        buffers=buffers,
-        epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device),
-        abort=torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True),
-        rank=rank,
-        capacity=capacity,
-    )
+    peers = _peers_of(buffers, rank, capacity, device)
     torch.cuda.synchronize(device)
     return PeerBuffers(peers, memory, handle)
 
@@ -103,11 +94,45 @@ def connect(group: ParallelGroup, device: torch.device, wanted: str, num_bytes: 
     if wanted == "auto" and device.type != "cuda":
         return
     try:
-        group.use_peers(open_peers(group.hosts, device, min(CAPACITY, -(-num_bytes // 16) * 16)))
+        group.buffers = open_peers(group.hosts, device, _capacity_for(num_bytes))
     except PeersUnavailable as reason:
         if wanted == "peers":
             raise
         logging.getLogger(__name__).info("all_reduce='auto' takes NCCL: %s", reason)
+
+
+@contextmanager
+def rehearsed_peers(group: ParallelGroup, device: torch.device, wanted: str, num_bytes: int) -> Iterator[None]:
+    """Let dry runs see the kernels that sum by peers' memory, in a ``with`` block before the ranks have met.
+
+    Arguments as for `connect`. Has no effect if `connect` is going to find an obstacle on this rank. A stand-in of a
+    few bytes is in the place of peers: the block must be inside of `ParallelGroup.alone`, where no sum is launched.
+    """
+    is_wanted = group.is_parallel and group.peers is None and wanted != "nccl"
+    if not is_wanted or _obstacle(device, group.size) is not None:
+        yield
+        return
+    memory = torch.empty(16, dtype=torch.uint8, device=device)
+    peers = _peers_of((memory,) * group.size, group.rank, _capacity_for(num_bytes), device)
+    group.buffers = PeerBuffers(peers, memory, None)
+    try:
+        yield
+    finally:
+        group.buffers = None
+
+
+def _capacity_for(num_bytes: int) -> int:
+    return min(CAPACITY, -(-num_bytes // 16) * 16)
+
+
+def _peers_of(buffers: tuple[torch.Tensor, ...], rank: int, capacity: int, device: torch.device) -> Peers:
+    return Peers(
+        buffers=buffers,
+        epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device),
+        abort=torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True),
+        rank=rank,
+        capacity=capacity,
+    )
 
 
 def _share(capacity: int, device: torch.device, hosts: dist.ProcessGroup) -> tuple[torch.Tensor, Any, tuple]:
@@ -261,7 +286,3 @@ def _mismatch(memory: torch.Tensor, handle: Any, buffers: tuple[torch.Tensor, ..
     if handle.multicast_ptr:
         return "the exchange mapped a multicast address"
     return None
-
-
-def _uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,4 +1,7 @@
-"""Sharding of a stock model on the meta device to one rank's part, by transformers' own tensor-parallel plan."""
+"""Sharding of a stock model on the meta device to one rank's part, by transformers' own tensor-parallel plan.
+
+`broken_part` finds what was changed in a sharded model since: every forward of it is wrong then, also stock's.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,28 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_paged.errors import UnsupportedModelError
-from hf_paged.parallel.group import ParallelGroup
+from hf_paged.errors import Reason, UnsupportedModelError
+from hf_paged.parallel.adapters import is_cut_like_its_layer
+from hf_paged.parallel.group import ParallelGroup, group_of
 from hf_paged.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    Sharded,
     VocabParallelEmbedding,
     VocabParallelHead,
+    even_range,
+    is_sharded,
+    kv_head_range,
+    local_kv_heads,
     shard_experts,
 )
-from hf_paged.parallel.shards import even_range, kv_head_range, local_kv_heads
 
 # Models whose forwards read sizes only from their weights and from attributes that `parallelize` makes local.
 SUPPORTED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 _VOCABULARY: dict[str, type[nn.Module]] = {"model.embed_tokens": nn.Embedding, "lm_head": nn.Linear}
 _EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 _ACCEPTED = "linear layers of style colwise, rowwise or replicated..., and experts of style moe_tp_experts"
+_LOAD_AGAIN = "A layer was replaced or resized after loading. Change the checkpoint and load it again."
 
 
 def parallelize(model: PreTrainedModel, group: ParallelGroup) -> None:
@@ -123,3 +132,34 @@ def _part_of(linear: Any, name: str, style: str, config: Any, group: ParallelGro
         return ColumnParallelLinear(linear, group, (first * head_dim, last * head_dim))
     rows = even_range(linear.out_features, group.rank, group.size, f"out_features of {name}")
     return ColumnParallelLinear(linear, group, rows)
+
+
+def broken_part(model: Any) -> Reason | None:
+    """Return which module of this rank's part of a causal LM breaks the sharding, or None.
+
+    A tuner's matrices that are not cut like their layer read only a part of the columns, and their product lacks the
+    sum over ranks; a layer that is whole, or cut otherwise, does not fit its neighbours.
+    """
+    group = group_of(model)
+    if not group.is_parallel:
+        return None
+    matrices: set[int] = set()  # of adapters that are cut right, where one matrix is whole
+    for name, module in model.named_modules():
+        inner = getattr(module, "base_layer", None)
+        if inner is not None and is_sharded(inner):
+            if not is_cut_like_its_layer(module):
+                return Reason("{} wraps a layer that is sharded over ranks, which its adapter is not", name,
+                              remedy="Load the adapter by `load_adapter` of the PagedGenerator or Engine, or merge it "
+                                     "and load the merged model.")
+            matrices |= {id(matrix) for key in ("lora_A", "lora_B") for matrix in getattr(module, key).values()}
+        if isinstance(module, Sharded):
+            if module.group is not group:
+                return Reason("{} is sharded over other ranks than the model", name, remedy=_LOAD_AGAIN)
+            for key, parameter in module._parameters.items():  # type: ignore[attr-defined]
+                if parameter is not None and tuple(parameter.shape) != (part := module.shards[key].part_shape):
+                    return Reason("{}.{} has shape {}: expected this rank's part, {}", name, key,
+                                  tuple(parameter.shape), part, remedy=_LOAD_AGAIN)
+        elif isinstance(module, (nn.Linear, nn.Embedding)) and id(module) not in matrices:
+            return Reason("{} is a whole {} in a model that is sharded over ranks", name, type(module).__name__,
+                          remedy=_LOAD_AGAIN)
+    return None

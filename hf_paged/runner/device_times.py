@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Of a thread whose pieces nobody takes: an engine that came when the asking had ended.
+# Limit for a thread whose sections are never taken: its engine was made after the last request had ended.
 _MOST_PIECES = 4096
 
 

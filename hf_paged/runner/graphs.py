@@ -2,7 +2,8 @@
 
 There is a graph of decode rows per padded number of rows, and a graph of prompts per padded number of tokens and class
 of rows. A step with both replays one of each, so that decoding never waits for the launches of a prompt, or one common
-graph if the prompts are long enough. Graphs are captured lazily, in one memory pool.
+graph if the prompts are long enough. A step is captured once it has run as often as `_runs_first` says: the same padded
+step, without a graph. All graphs lie in one memory pool.
 Steps with log-probabilities, with a row that names an adapter, or with shared prefixes have graphs of their own. A step
 of decode rows that waits for token masks has two graphs: up to the logits, and from the logits on. `padded_steps.py`
 has what graphs compute and the arrays that they read.
@@ -10,45 +11,64 @@ has what graphs compute and the arrays that they read.
 
 from __future__ import annotations
 
+import math
+import threading
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from hf_paged.device.captures import capture_lock, captures
-from hf_paged.device.upload import upload
-from hf_paged.guards.inner_tensors import watched
-from hf_paged.guards.snapshot import tensors_inside
+from hf_paged.device.cuda import capture_lock, captures, upload
+from hf_paged.guards.model_watch import place_columns
+from hf_paged.kernels.build import kernel_log
 from hf_paged.kernels.build.compiling import compiled_together
 from hf_paged.models import ModelExecutor
-from hf_paged.models.keep_alive import keep_alive
+from hf_paged.models.merged import keep_alive
 from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
+from hf_paged.runner.dry_runs import dry_runs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.padded_steps import PaddedSteps
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_shape import Kind, StepShape
-from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
+from hf_paged.sampling.log_probs import FILTERS, NO_LOG_PROBS
 from hf_paged.sampling.token_mask import HostMasks
 from hf_paged.scheduler import StepPlan
 
-_PLACE: tuple[Callable, ...] = torch.Tensor.data_ptr, attrgetter("shape"), torch.Tensor.stride  # `Look` compares dtypes
+
+class Moves(NamedTuple):
+    """Numbers that change where what graphs read has moved, by the name of what moved."""
+
+    slots: int
+    token_history: int
+    stop_tokens: int
+    edit_lists: int
+    kv_pool: int
+    kv_pool_size: int  # 0 if no kernel is made for it
 
 
-class ReplayedLogits(NamedTuple):
-    """A step of decode rows replayed up to the logits; `StepGraphs.draw` samples it, before any other replay.
+class ModelPlaces(NamedTuple):
+    """What a graph holds of the model: places of its weights and of adapters, and which adapters are active."""
 
-    ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are outputs of ``graph``;
-    the first ``num_rows`` are rows of the step. ``memory``: the memory signature and the number of dropped graphs at
-    the replay.
+    weights: Any
+    adapters: Any
+    active_adapters: Any
+
+
+class UndrawnLogits(NamedTuple):
+    """A step of decode rows that ran up to the logits; `StepGraphs.draw` samples it, before any other replay.
+
+    ``rows`` [2, size] int64 (slots, positions) and ``logits`` [size, V] (a rank's columns) are outputs of ``graph``,
+    None: of a run without one; the first ``num_rows`` are rows of the step. ``memory``: the moves and the number of
+    dropped graphs at that time.
     """
 
-    graph: torch.cuda.CUDAGraph
+    graph: torch.cuda.CUDAGraph | None
     rows: torch.Tensor
     logits: torch.Tensor
     num_rows: int
@@ -59,7 +79,7 @@ class Captured(NamedTuple):
     """A graph, the device tensors of its inputs, and its result: `Drawn`, or logits [rows, V].
 
     ``name`` has its kind and its number of rows or tokens. ``kept``: tensors that it reads and that have no other
-    reference.
+    reference. ``pool``: of its memory.
     """
 
     name: str
@@ -67,6 +87,7 @@ class Captured(NamedTuple):
     inputs: tuple[torch.Tensor, ...]
     result: Any
     kept: tuple[torch.Tensor, ...] = ()
+    pool: Any = None
 
 
 class GraphRows(NamedTuple):
@@ -81,14 +102,6 @@ class GraphRows(NamedTuple):
         return slice(self.first, self.first + self.rows.stop - self.rows.start)
 
 
-class GraphCall(NamedTuple):
-    """A graph that computes rows of a step, with its inputs."""
-
-    captured: Captured
-    inputs: tuple[np.ndarray, ...]
-    places: tuple[GraphRows, ...]
-
-
 class Padded(NamedTuple):
     """Step as a graph takes it: its shape, and the arrays that the graph reads.
 
@@ -100,11 +113,22 @@ class Padded(NamedTuple):
     known: Captured | None = None
 
 
+class GraphCall(NamedTuple):
+    """Rows of a step that are computed by a graph, or until there is one by what runs the same padded step."""
+
+    found: Captured | partial
+    padded: Padded
+    places: tuple[GraphRows, ...]
+
+
 class StepGraphs:
     """Captures and replays steps. A graph is valid until a tensor that it reads moves (see `check`).
 
     Attributes:
         steps: The padded steps that graphs may hold.
+        num_captured: Number of graphs captured.
+        uses: Numbers of uses of shapes.
+        dropped_by: Numbers of graphs dropped, by the name of what moved or went.
     """
 
     def __init__(self, executor: ModelExecutor, kv_cache: KVCache, state: RequestState, attention: AttentionInputs,
@@ -113,59 +137,85 @@ class StepGraphs:
         self._device = kv_cache.spec.device
         self.steps = PaddedSteps(executor, kv_cache, state, attention, max_num_batched_tokens)
         self._captured: dict[StepShape, Captured | None] = {}
+        self._runs: Counter[StepShape] = Counter()  # without a graph
+        self._loaded: set[StepShape] = set()  # shapes that would launch now what they launched in their last run
+        self._structure: tuple[int, ...] = ()  # of the model that ran then, and the thread
         self._graphs: list[torch.cuda.CUDAGraph] = []  # also those whose capture an error ended
         self._pool: Any = None  # dies with its last graph
         self._stream: torch.cuda.Stream | None = None
         self._mask_stream: torch.cuda.Stream | None = None
         self._mask_words: torch.Tensor | None = None  # [rows, W] int32, read by graphs
-        self._model_signature: tuple | None = None
+        self._model_places: ModelPlaces | None = None
         self._nothing = torch.empty(0, dtype=torch.float32, device=self._device)
         self._held: list[torch.Tensor] = []  # keeps what graphs read allocated when a parameter gets new memory
-        self._memory_signature: tuple | None = None
+        self._moves: Moves | None = None
         self._ready: tuple[StepPlan, Captured] | None = None  # the inputs of this step's graph are on the device
         self._sent_lines: tuple[torch.cuda.CUDAGraph, np.ndarray] | None = None  # mask lines last sent, and their graph
         self._foreseen: tuple[StepPlan, Captured] | None = None  # like `_ready`, for `undrawn`
         self.num_captured = 0
-        self.num_dropped = 0
+        self.uses: Counter[StepShape] = Counter()
+        self.dropped_by: Counter[str] = Counter()
         executor.group.holds(self)
 
     def check(self) -> None:
         """Drop the graphs if the model's tensors moved or its active adapters changed since the last call."""
-        tensors = self._tensors()
-        signature = self._signature(tensors)
-        if signature != self._model_signature:
-            self.drop()
-        self._model_signature = signature
-        self._held = keep_alive(tensors, self._held)
+        places = self._places_now()
+        if places != self._model_places:
+            self.drop(_first_difference(self._model_places, places))
+        self._model_places = places
+        tensors = self._executor.tensors()
+        self._held = keep_alive([*tensors.weights, *tensors.buffers, *self._executor.own_tensors()], self._held)
 
     def is_current(self) -> bool:
         """Return whether no tensor of a module moved and no other adapter became active since the last `check`."""
-        return self._model_signature == self._signature(self._tensors())
+        return self._model_places == self._places_now()
 
-    def _signature(self, tensors: list[torch.Tensor]) -> tuple:
-        # Column by column: tuples of a few hundred tensors would take longer.
-        return *(list(map(of, tensors)) for of in _PLACE), self._executor.state_key()
-
-    def _tensors(self) -> list[torch.Tensor]:
-        parameters, buffers = tensors_inside(self._executor.model)
-        return watched([*parameters, *buffers, *self._executor.plain_tensors(), *self._executor.own_tensors()])
+    def _places_now(self) -> ModelPlaces:
+        executor = self._executor
+        own = place_columns(executor.own_tensors())
+        return ModelPlaces(executor.watch.places(executor.model), own, executor.state_key())
 
     def drop_references(self) -> None:
         """Keep the graphs but not the memory that they read, until `check` finds all tensors in their places."""
         self._held = []
 
-    def drop(self) -> None:
+    @property
+    def num_dropped(self) -> int:
+        """Return the number of graphs dropped."""
+        return self.dropped_by.total()
+
+    def drop(self, reason: str) -> None:
         """Destroy all graphs, also graphs that a traceback still references; does not wait for a running graph."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
-        self.num_dropped += sum(captured is not None for captured in self._captured.values())
-        self._captured.clear()
-        self._pool = self._ready = self._sent_lines = self._foreseen = None
+        self._forget(list(self._captured), reason)
+        self._pool = None
+
+    def _drop_editing(self, reason: str) -> None:
+        """Destroy the graphs that edit logits."""
+        editing = [shape for shape in self._captured if shape.stages - {FILTERS}]
+        graphs = [captured.graph for shape in editing if (captured := self._captured[shape]) is not None]
+        for graph in graphs:
+            graph.reset()
+        self._graphs = [graph for graph in self._graphs if not any(graph is gone for gone in graphs)]
+        self._forget(editing, reason)
+        # A pool without a graph takes no capture. `_graphs` has others, of failed captures and of earlier pools.
+        if not any(captured is not None and captured.pool == self._pool for captured in self._captured.values()):
+            self._pool = None
+
+    def _forget(self, shapes: Collection[StepShape], reason: str) -> None:
+        for shape in shapes:
+            if self._captured.pop(shape) is not None:
+                self.dropped_by[reason] += 1
+        self._loaded.clear()  # what moved may need other kernels
+        for shape in [shape for shape in self._runs if shape.after is not None]:
+            del self._runs[shape]  # which keeps a graph
+        self._ready = self._sent_lines = self._foreseen = None
 
     def launch(self, plan: StepPlan, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
                num_logits: int = 0) -> torch.Tensor | None:
-        """Replay a step and start the copy of its sampled tokens to `result` [R]; returns None if no graph fits.
+        """Run a padded step and start the copy of its sampled tokens to `result` [R]; returns None if none fits.
 
         `logprobs`, as in `RequestState.sample`, receive log-probabilities. Returns the logits of the first
         `num_logits` rows, which are decode rows: [num_logits, V].
@@ -173,10 +223,11 @@ class StepGraphs:
         parts, logits = self._parts(plan, tuple(logprobs), with_logits=num_logits > 0), self._nothing
         if parts is None:
             return None
-        for captured, inputs, places in parts:
+        for found, padded, places in parts:
             # Copied before the next replay: an earlier captured graph may reuse the memory of these tokens.
-            self._send(captured, inputs)
-            drawn = self._replay(captured)
+            drawn = self._compute(found, padded)
+            if drawn is None:
+                return None
             for place in places:
                 result[place.rows].copy_(drawn.tokens[place.made], non_blocking=True)
                 for kind, values in drawn.logprobs.items():
@@ -186,34 +237,36 @@ class StepGraphs:
         return logits
 
     def row_logits(self, plan: StepPlan) -> torch.Tensor | None:
-        """Replay a step up to each row's last logits, [R, V] or a rank's columns; returns None if no graph fits."""
+        """Run a padded step up to each row's last logits, [R, V] or a rank's columns; returns None if none fits."""
         parts = self._parts(plan, draws=False)
         if parts is None:
             return None
         made: list[torch.Tensor] = []
-        for captured, inputs, (place,) in parts:
-            self._send(captured, inputs)
-            made.append(self._replay(captured)[place.made].clone())  # the next replay overwrites the result
+        for found, padded, (place,) in parts:
+            computed = self._compute(found, padded)
+            if computed is None:
+                return None
+            made.append(computed[place.made].clone())  # the next replay overwrites the result
         return made[0] if len(made) == 1 else torch.cat(made)
 
-    def undrawn(self, plan: StepPlan) -> ReplayedLogits | None:
-        """Replay a step of decode rows, all of which sample, up to the logits; returns None if no graph fits."""
+    def undrawn(self, plan: StepPlan) -> UndrawnLogits | None:
+        """Run a padded step of decode rows, all of which sample, up to the logits; returns None if none fits."""
         self._drop_if_moved()
         decodes = plan.num_decode_rows
         if decodes < len(plan.slots) or decodes > self.steps.sizes_of(plan)[-1]:
             return None
-        captured: Captured | None
+        found: Captured | partial | None
         if self._foreseen is not None and self.is_foreseen(plan):
-            _, captured = self._foreseen
+            _, found = self._foreseen
+            computed = self._replay(found)
         else:
             padded = self._decode_rows(plan, "undrawn")
-            captured = self._get(padded)
-            if captured is None:
-                return None
-            self._send(captured, padded.inputs)
-        memory = self._memory(), self.num_dropped
-        logits, rows = self._replay(captured)
-        return ReplayedLogits(captured.graph, rows, logits, decodes, memory)
+            found = self._get(padded)
+            computed = self._compute(found, padded)
+        if computed is None:
+            return None
+        (logits, rows), graph = computed, found.graph if isinstance(found, Captured) else None
+        return UndrawnLogits(graph, rows, logits, decodes, (self._moves_now(), self.num_dropped))
 
     def prefetch_inputs(self, plan: StepPlan) -> None:
         """Send the inputs of `undrawn` for this plan, the next step, after a forward whose tokens are not sampled yet.
@@ -221,7 +274,7 @@ class StepGraphs:
         Has no effect if the step has no graph yet.
         """
         is_decode = len(plan.slots) == plan.num_decode_rows <= self.steps.decode_sizes[-1]
-        if is_decode and self._memory() == self._memory_signature:
+        if is_decode and self._moves_now() == self._moves:
             padded = self._decode_rows(plan, "undrawn")
             captured = self._present(padded)
             if captured is not None:
@@ -232,32 +285,41 @@ class StepGraphs:
         """Return whether the device has the inputs of `undrawn` for this plan."""
         return self._foreseen is not None and self._foreseen[0] is plan
 
-    def draw(self, step: ReplayedLogits, masks: HostMasks | None, stages: frozenset[str], result: torch.Tensor,
+    def draw(self, step: UndrawnLogits, masks: HostMasks | None, stages: frozenset[str], result: torch.Tensor,
              logprobs: Mapping[str, torch.Tensor]) -> bool:
         """Sample the tokens of a step of `undrawn`, under masks of its rows; returns False if no graph can.
 
         Each graph up to the logits has its own graph for this, which reads the logits where the first one leaves them.
+        Logits of a run without a graph lie elsewhere each time.
         """
-        if step.memory != (self._memory(), self.num_dropped):
+        if step.memory != (self._moves_now(), self.num_dropped):
             return False  # the state has grown since, or the graph was dropped
         lines, words = np.full(len(step.logits), -1, np.int32), self._room_for_masks()
         if masks is not None:
             self._send_words(masks.words, words[: len(masks.words)])
             lines[: step.num_rows] = masks.lines
         shape = StepShape("masked", rows=len(lines), stages=stages, scored=tuple(logprobs), after=step.graph)
-        captured = self._get(Padded(shape, (lines,)), step.logits, step.rows, words)
-        if captured is None:
+        padded = Padded(shape, (lines,))
+        found = self._get(padded, step.logits, step.rows, words)
+        if isinstance(found, Captured):
+            self._send_lines(found, lines)
+            drawn = self._replay(found)
+        else:
+            drawn = self._compute(found, padded)
+        if drawn is None:
             return False
+        result.copy_(drawn.tokens[: step.num_rows], non_blocking=True)
+        for kind, values in drawn.logprobs.items():
+            logprobs[kind].copy_(values[: step.num_rows], non_blocking=True)
+        return True
+
+    def _send_lines(self, captured: Captured, lines: np.ndarray) -> None:
+        """Copy the lines of rows' masks to the input of a graph, if they are not there yet."""
         known = self._sent_lines
         if known is None or known[0] is not captured.graph or not np.array_equal(known[1], lines):
             self._sent_lines = None  # an interrupt may come between the two
             self._send(captured, (lines,))
             self._sent_lines = captured.graph, lines
-        drawn = self._replay(captured)
-        result.copy_(drawn.tokens[: step.num_rows], non_blocking=True)
-        for kind, values in drawn.logprobs.items():
-            logprobs[kind].copy_(values[: step.num_rows], non_blocking=True)
-        return True
 
     def _send_words(self, words: torch.Tensor, room: torch.Tensor) -> None:
         """Copy masks [M, W] to the memory that graphs read, on a second stream beside the running forward.
@@ -283,9 +345,9 @@ class StepGraphs:
 
     def _parts(self, plan: StepPlan, scored: tuple[str, ...] = (), *, with_logits: bool = False,
                draws: bool = True) -> list[GraphCall] | None:
-        """Return the graphs of a step's decode rows and of its prompts, or a common one; None if no graph fits.
+        """Return what computes a step's decode rows and its prompts, or both together; None if no padded step fits.
 
-        The graphs sample tokens and make the log-probabilities named in `scored`, or end at the logits.
+        The calls sample tokens and make the log-probabilities named in `scored`, or end at the logits.
         """
         self._drop_if_moved()
         decodes, slots = plan.num_decode_rows, plan.slots
@@ -300,22 +362,23 @@ class StepGraphs:
                 kind="mixed", rows=size, scored=scored, with_logits=with_logits, decode_tiles=decode_tiles,
                 **self._of_slots(slots))
             padded = Padded(shape, (*decode_inputs, *prompts.inputs))
-            if (captured := self._get(padded)) is not None:
+            if (found := self._get(padded)) is not None:
                 places = GraphRows(slice(0, decodes)), GraphRows(slice(decodes, len(slots)), size)
-                return [GraphCall(captured, padded.inputs, places)]
+                return [GraphCall(found, padded, places)]
         parts: list[GraphCall] = []
         if decodes:
             padded = (self._decode_rows(plan, "decode", scored, with_logits) if draws
                       else self._decode_rows(plan, "logits"))
-            if (captured := self._get(padded)) is None:
+            if (found := self._get(padded)) is None:
                 return None
-            parts.append(GraphCall(captured, padded.inputs, (GraphRows(slice(0, decodes)),)))
+            parts.append(GraphCall(found, padded, (GraphRows(slice(0, decodes)),)))
         if prompts is not None:
             shape = prompts.shape._replace(**self._of_slots(slots[decodes:], draws))
             shape = shape._replace(kind="prompts", scored=scored) if draws else shape
-            if (captured := self._get(Padded(shape, prompts.inputs))) is None:
+            padded = prompts._replace(shape=shape)
+            if (found := self._get(padded)) is None:
                 return None
-            parts.append(GraphCall(captured, prompts.inputs, (GraphRows(slice(decodes, len(slots))),)))
+            parts.append(GraphCall(found, padded, (GraphRows(slice(decodes, len(slots))),)))
         return parts
 
     def _prompts(self, plan: StepPlan, size: int) -> Padded:
@@ -332,20 +395,16 @@ class StepGraphs:
         return {"stages": stages, "named": self._state.adapters.any_named(slots)}
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
-        """Replay a step of decode rows up to the logits [R, V]; returns None if no graph fits."""
+        """Run a padded step of decode rows up to the logits [R, V]; returns None if none fits."""
         self._drop_if_moved()
         decodes = plan.num_decode_rows
         if not decodes or decodes < len(plan.slots) or decodes > self.steps.decode_sizes[-1]:
             return None
-        if not self.is_ready(plan):
-            padded = self._decode_rows(plan, "logits")
-            captured = self._get(padded)
-            if captured is None:
-                return None
-            self._send(captured, padded.inputs)
-            self._ready = plan, captured
-        assert self._ready is not None
-        return self._replay(self._ready[1])[:decodes].clone()
+        if self._ready is not None and self.is_ready(plan):
+            return self._replay(self._ready[1])[:decodes].clone()
+        padded = self._decode_rows(plan, "logits")
+        computed = self._compute(self._get(padded), padded)
+        return None if computed is None else computed[:decodes].clone()
 
     def make_ready(self, plan: StepPlan) -> None:
         """Send the inputs of `logits` for this plan during the running step; has no effect without a captured graph."""
@@ -360,19 +419,41 @@ class StepGraphs:
         """Return whether the device has the inputs of `logits` for this plan and no other step ran since."""
         return self._ready is not None and self._ready[0] is plan
 
-    def _memory(self) -> tuple:
-        """Return a signature that changes whenever memory that graphs read has moved."""
+    def capture_ahead(self, most_rows: int, stages: frozenset[str] = frozenset()) -> None:
+        """Capture the sampling of up to so many decode rows, padded, on padding rows only, which write nothing.
+
+        For an engine that is prepared and idle. The largest graph comes first, so that the others fit in its memory.
+        ``stages`` as in `RequestState.stages`.
+        """
+        self._drop_if_moved()
+        sizes = self.steps.decode_sizes
+        for size in map(int, sizes[np.searchsorted(sizes, most_rows) :: -1]):
+            one_launch = self._executor.may_use_one_launch(size, np.zeros(size, np.int64))
+            shape = StepShape("decode", rows=size, stages=stages, one_launch=one_launch)
+            if self._key(shape) not in self._captured:
+                run = partial(self.steps.run, shape)
+                self._run(run, Padded(shape, self.steps.padding_inputs(size)), captures=True)
+
+    def _moves_now(self) -> Moves:
         size = self._cache.num_blocks if self._attention.backend.knows_pool_size else 0
-        return self._state.version, self._state.edits.generation, self._cache.version, size
+        moves = self._state.moves
+        return Moves(moves["slots"], moves["token history"], moves["stop tokens"], self._state.edits.generation,
+                     self._cache.version, size)
 
     def _drop_if_moved(self) -> None:
-        signature = self._memory()
-        if signature != self._memory_signature:
-            self.drop()
-            if self.steps.num_slots != self._state.num_slots:
-                self._mask_words = None
-                self.steps.use_slots()
-            self._memory_signature = signature  # last, so that an interrupted call is repeated
+        """Drop the graphs that read what has moved since the last call: of lists of edits, only those that edit."""
+        before, now = self._moves, self._moves_now()
+        if before == now:
+            return
+        reason = _first_difference(before, now)
+        if before is not None and before._replace(edit_lists=now.edit_lists) == now:
+            self._drop_editing(reason)
+        else:
+            self.drop(reason)
+        if self.steps.num_slots != self._state.num_slots:
+            self._mask_words = None
+            self.steps.use_slots()
+        self._moves = now  # last, so that an interrupted call is repeated
 
     def _decode_rows(self, plan: StepPlan, kind: Kind, scored: tuple[str, ...] = (),
                      with_logits: bool = False) -> Padded:
@@ -396,20 +477,73 @@ class StepGraphs:
         """Return the key of a graph, whose `one_launch` says whether one launch computes all layers."""
         return shape._replace(one_launch=shape.one_launch and self._executor.uses_one_launch(shape.rows))
 
-    def _get(self, padded: Padded, *kept: torch.Tensor) -> Captured | None:
-        """Return the graph of a step, captured with its inputs if new; None if it cannot be captured.
+    def _get(self, padded: Padded, *kept: torch.Tensor) -> Captured | partial | None:
+        """Return the graph of a step, captured with its inputs if it ran often enough, else what runs it; None if it
+        cannot be captured.
 
         The step reads the tensors `kept` on the device, which stay where they are, and then its inputs.
         """
+        shape = padded.shape
+        if shape.after is None:
+            self.uses[shape] += 1
         if padded.known is not None:  # another engine may meanwhile find that the kernel for all layers fails
             return padded.known
-        shape = padded.shape
-        key = self._key(shape)
+        key, run = self._key(shape), partial(self.steps.run, shape, *kept)
         if key not in self._captured:
-            captured = self._capture(partial(self.steps.run, shape, *kept), padded.inputs, shape.name)
-            key = self._key(shape)  # the kernel for all layers may have come, or gone, in the run before
-            self._captured.setdefault(key, captured)
+            if not self._may_be_recorded(key):
+                return run
+            self._captured[key] = self._capture(run, padded.inputs, shape.name)
         return self._captured[key]
+
+    def _may_be_recorded(self, key: StepShape) -> bool:
+        """Return whether a step ran often enough, and needs no run before its capture.
+
+        In a run modules that were exchanged are looked up, the table for one launch is made, and a thread gets its
+        handle of cuBLAS, which no graph can do. Ranks, which have to act alike, run in one thread each.
+        """
+        structure: tuple[int, ...] = (self._executor.watch.step_structure(self._executor.model),)
+        if not self._executor.group.is_parallel:
+            structure += (threading.get_ident(),)
+        if structure != self._structure:
+            self._loaded.clear()
+            self._structure = structure
+        return self._runs[key] >= _runs_first(key) and key in self._loaded and not key.one_launch
+
+    def _compute(self, found: Captured | partial | None, padded: Padded) -> Any:
+        """Return the result of a step by what `_get` found for it; None without that, and if memory is short."""
+        if isinstance(found, Captured):
+            self._send(found, padded.inputs)
+            return self._replay(found)
+        return None if found is None else self._run(found, padded)
+
+    def _run(self, run: partial, padded: Padded, *, captures: bool = False) -> Any:
+        """Return the result of a step that runs without a graph; None if memory is short.
+
+        The step is captured behind the run with `captures`, or if it ran often enough before.
+        """
+        self._ready, shape = None, padded.shape
+        inputs = tuple(upload(array, self._device) for array in padded.inputs)
+        num_rows = len(np.setdiff1d(padded.inputs[0][0], self._state.padding_slot))
+        began = device_times.begin(self._device)
+        try:
+            with self._aside():
+                # On this stream: after a first run on another one, replays of small models were 2 % slower.
+                result = self._run_compiled(partial(run, *inputs), shape, num_rows)
+        except torch.OutOfMemoryError:
+            if self._executor.group.is_parallel:  # the other ranks would wait in collectives for ever
+                raise
+            self._captured.setdefault(self._key(shape), None)
+            return None
+        device_times.end(shape.name, began)
+        for tensor in _tensors_in(result):
+            if tensor.is_cuda:  # memory of the own stream
+                tensor.record_stream(torch.cuda.current_stream(self._device))
+        key = self._key(shape)  # the kernel for all layers may have come, or gone, in the run
+        self._runs[key] += 1
+        self._loaded.add(key)
+        if key not in self._captured and (captures or self._runs[key] > _runs_first(key)):
+            self._captured[key] = self._capture(run, padded.inputs, shape.name)
+        return result
 
     def _send(self, captured: Captured, inputs: tuple[np.ndarray, ...]) -> None:
         """Copy arrays to the first inputs of a graph."""
@@ -424,34 +558,37 @@ class StepGraphs:
         return captured.result
 
     def _capture(self, run: partial, arrays: tuple[np.ndarray, ...], name: str) -> Captured | None:
-        """Run once on this step's inputs, which compiles missing kernels and is repeated by the replay; then record.
+        """Record a step that has run, which compiled and loaded its kernels, and do not run it.
 
-        Returns None if the device lacks memory (a graph keeps its memory, eager steps share theirs), or if the model
+        Returns None if the device lacks memory (a graph keeps its memory, other steps share theirs), or if the model
         does what a graph cannot hold.
         """
         inputs = tuple(upload(array, self._device) for array in arrays)
+        try:
+            with self._aside(), capture_lock(self._device), kernel_log.capturing():
+                return self._record(run, inputs, name)
+        except torch.OutOfMemoryError:
+            if self._executor.group.is_parallel:
+                raise
+            return None
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Enqueue a block on the engine's own stream, between what the caller's stream has to do before and after."""
         stream, current = self._own_stream(), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
-                # On this stream: after a first run on another one, replays of small models were 2 % slower.
-                num_rows = len(np.setdiff1d(arrays[0][0], self._state.padding_slot))
-                self._run_compiled(partial(run, *inputs), num_rows)
-                with capture_lock(self._device):
-                    return self._record(run, inputs, name)
-        except torch.OutOfMemoryError:
-            if self._executor.group.is_parallel:  # the other ranks would wait in collectives for ever
-                raise
-            return None
+                yield
         finally:
             current.wait_stream(stream)  # also after an error: enqueued work writes blocks and history
 
-    def _run_compiled(self, run: Callable[[], object], num_rows: int) -> None:
+    def _run_compiled(self, run: Callable[[], object], shape: StepShape, num_rows: int) -> Any:
         """Call `run()` with its kernels compiled in parallel, then compile what decoding its rows will need."""
-        if self._executor.group.is_parallel:  # ranks may miss different kernels and would wait for each other
-            run()
-        else:
-            compiled_together(run, self.steps.coming(num_rows))
+        parallel = self._executor.group.is_parallel  # ranks may miss different kernels
+        if parallel and self._key(shape) in self._loaded:
+            return run()
+        return compiled_together(run, dry_runs(self.steps, num_rows), may_break_off=not parallel)
 
     def _own_stream(self) -> torch.cuda.Stream:
         """Return the stream on which this engine captures, new or from an engine that was deleted.
@@ -488,9 +625,31 @@ class StepGraphs:
             # A pool of a failed capture accepts no other capture.
             self._pool = None
             parallel = self._executor.group.is_parallel  # all ranks have to act alike
-            if isinstance(error, RuntimeError) and not parallel:  # the first run passed, so only capturing fails
+            if isinstance(error, RuntimeError) and not parallel:  # the runs before passed, so only capturing fails
                 return None
             raise
         graph.capture_end()
         self.num_captured += 1
-        return Captured(name, graph, inputs, result, tuple(self._executor.captured_tensors()))
+        return Captured(name, graph, inputs, result, tuple(self._executor.captured_tensors()), self._pool)
+
+
+def _first_difference(before: Any, now: Any) -> str:
+    """Return the name, in words, of the first field of a NamedTuple that has changed; "" if there was none before."""
+    names = now._fields if before is not None else ()
+    return next((name.replace("_", " ") for i, name in enumerate(names) if before[i] != now[i]), "")
+
+
+def _runs_first(shape: StepShape) -> float:
+    """Return how often a step runs before it is captured: most sizes of prompts come once or twice."""
+    if shape.kind == "masked" and shape.after is None:
+        return math.inf
+    return 2 if shape.tokens else 1
+
+
+def _tensors_in(made: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a step's result."""
+    if isinstance(made, torch.Tensor):
+        yield made
+    elif made is not None:
+        for part in made.values() if isinstance(made, Mapping) else made:
+            yield from _tensors_in(part)

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from hf_paged.device import virtual_memory
-from hf_paged.device.cuda_driver import DriverError
-from hf_paged.device.virtual_memory import VirtualMemory
+from hf_paged.device.virtual_memory import DriverError, VirtualMemory
 from hf_paged.models import KVSpec
+from hf_paged.models.base import position_elements
 
 logger = logging.getLogger(__name__)
 
 
 class KVCache:
-    """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim].
+    """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim], or as `KVSpec.pools` says.
 
     Args:
-                max_blocks: Maximum size; if the device supports virtual memory, addresses are reserved for it, so that
-                    the cache grows without moving and can release and restore its memory. If None, or without virtual
-                    memory, the tensors are torch's and move when they grow.
+        max_blocks: Maximum size; if the device supports virtual memory, addresses are reserved for it, so that the
+            cache grows without moving and can release and restore its memory. If None, without virtual memory, or for
+            pools that are not alike, the tensors are torch's and move when they grow.
 
-        Raises:
-            torch.OutOfMemoryError: If too little memory is free.
+    Raises:
+        torch.OutOfMemoryError: If too little memory is free.
     """
 
     def __init__(self, spec: KVSpec, block_size: int, num_blocks: int, max_blocks: int | None = None) -> None:
@@ -33,10 +36,12 @@ class KVCache:
         self.version = 0  # number of moves of the memory
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._memory: VirtualMemory | None = None
-        if max_blocks is not None:
+        if max_blocks is not None and not spec.pools:
             self._reserve(num_blocks, max_blocks)
         if self._memory is None:
-            self.layers = [(self._empty(num_blocks), self._empty(num_blocks)) for _ in range(spec.num_layers)]
+            self.layers = [(self._empty(num_blocks, shape.num_kv_heads, shape.head_dim),
+                            self._empty(num_blocks, shape.num_kv_heads, shape.value_dim))
+                           for shape in spec.pool_shapes()]
             self.num_blocks = num_blocks
 
     @property
@@ -58,7 +63,7 @@ class KVCache:
         for i in range(self.spec.num_layers):
             for j in range(2):
                 old = self.layers[i][j]
-                new = self._empty(num_blocks)
+                new = self._empty(num_blocks, *old.shape[2:])
                 new[: self.num_blocks] = old[: self.num_blocks]  # a failed growth may have enlarged some tensors
                 self.layers[i] = (new, self.layers[i][1]) if j == 0 else (self.layers[i][0], new)
                 del old
@@ -115,19 +120,23 @@ class KVCache:
         self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
         self.num_blocks = num_blocks
 
-    def _empty(self, num_blocks: int) -> torch.Tensor:
-        shape = (num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
+    def _empty(self, num_blocks: int, num_heads: int, dim: int) -> torch.Tensor:
+        shape = (num_blocks, self.block_size, num_heads, dim)
         return torch.empty(shape, dtype=self.spec.cache_dtype, device=self.spec.device)
 
 
 def blocks_within(spec: KVSpec, block_size: int, nbytes: int) -> int:
     """Return the number of blocks in a pool of `nbytes`, whose tensors each take whole pages of device memory."""
+    if spec.pools:
+        return max(0, nbytes) // spec.block_bytes(block_size)
     unit = _granularity(spec)
     return max(0, nbytes) // (2 * spec.num_layers) // unit * unit // _tensor_block_bytes(spec, block_size)
 
 
 def filled(spec: KVSpec, block_size: int, num_blocks: int) -> int:
     """Return the largest number of blocks that takes no more memory than `num_blocks`."""
+    if spec.pools:
+        return num_blocks
     unit, block = _granularity(spec), _tensor_block_bytes(spec, block_size)
     return -(-num_blocks * block // unit) * unit // block
 
@@ -139,3 +148,40 @@ def _tensor_block_bytes(spec: KVSpec, block_size: int) -> int:
 def _granularity(spec: KVSpec) -> int:
     driver = virtual_memory.find_driver(spec.device)
     return 1 if driver is None else driver.granularity
+
+
+class KVReads:
+    """Bytes of K and V over all layers of this rank, counted per step; the counts continue with a new pool.
+
+    Attributes:
+        num_bytes: Bytes that attention read. A row counts each position that it attends to once per layer, in a layer
+            with a sliding window only positions inside the window; a prompt counts as if it read each position once.
+        num_saved_bytes: Bytes that were read once for several rows of a group; layers with a window are not counted.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = self.num_saved_bytes = 0
+        self._position_bytes: dict[int | None, int] = {}  # of all layers with a window
+
+    def use(self, spec: KVSpec, windows: Iterable[int | None]) -> None:
+        """Set the shape of the model and the sliding windows of its layers (None: all positions)."""
+        by_window: Counter[int | None] = Counter()
+        for window, shape in zip(windows, spec.pool_shapes(), strict=False):  # other layers get another pool first
+            by_window[window] += position_elements(shape) * spec.cache_dtype.itemsize
+        self._position_bytes = dict(by_window)
+
+    def count(self, start: np.ndarray, num_new: np.ndarray, saved_positions: int) -> None:
+        """Add the rows of a launched step.
+
+        Args:
+            start: int32 [R], positions of their first new tokens.
+            num_new: int32 [R], numbers of new tokens.
+            saved_positions: Positions that groups saved, in one layer without a window.
+        """
+        num_tokens = int(np.add.reduce(num_new, dtype=np.int64))
+        for window, position_bytes in self._position_bytes.items():
+            seen = start if window is None else np.minimum(start, window - 1)
+            self.num_bytes += position_bytes * (int(np.add.reduce(seen, dtype=np.int64)) + num_tokens)
+        num_saved = saved_positions * self._position_bytes.get(None, 0)
+        self.num_bytes -= num_saved
+        self.num_saved_bytes += num_saved

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from hf_paged.attention.registry import resolve_backend
-from hf_paged.device.captures import capture_lock
-from hf_paged.device.upload import upload
-from hf_paged.kernels.build.compiling import compiled_together
+from hf_paged.device.cuda import capture_lock, upload
+from hf_paged.kernels.build.compiling import compiled_aside, compiled_together
 from hf_paged.models import KVSpec, ModelExecutor
+from hf_paged.models.base import StepContext
 from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
-from hf_paged.runner.graphs import ReplayedLogits, StepGraphs
-from hf_paged.runner.kv_cache import KVCache
-from hf_paged.runner.kv_reads import KVReads
+from hf_paged.runner.dry_runs import dry_runs, rows_with
+from hf_paged.runner.graphs import StepGraphs, UndrawnLogits
+from hf_paged.runner.kv_cache import KVCache, KVReads
 from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_log_probs
-from hf_paged.runner.request_state import RequestState, SlotParameters
+from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.sharded_sampling import ShardedSampling
-from hf_paged.runner.step_context import PagedStep
-from hf_paged.sampling.token_mask import HostMasks
-from hf_paged.sampling.top_log_probs import shape_of
+from hf_paged.sampling.log_probs import shape_of
+from hf_paged.sampling.slot_row import SlotRow
+from hf_paged.sampling.token_mask import HostMasks, TokenMasks
 from hf_paged.scheduler import StepPlan
 
 Result = TypeVar("Result")
@@ -48,7 +49,7 @@ class PendingSample(NamedTuple):
     stages: frozenset[str]
     result: torch.Tensor
     logprobs: Mapping[str, torch.Tensor]
-    undrawn: ReplayedLogits | None = None
+    undrawn: UndrawnLogits | None = None
 
 
 class StepHandle(NamedTuple):
@@ -57,7 +58,7 @@ class StepHandle(NamedTuple):
     If requested also, in float32: ``logprobs``, as in `RequestState.sample`, undefined for rows that do not sample, and
     ``prompt_logprobs`` of the tokens of ``spans``, one span after the other, with a `Top` each in ``prompt_tops``.
 
-    ``heard`` [1] int64, of a sharded model: nonzero if rank 0 has a command to send (`hf_paged.engine.commands`).
+    ``heard`` [1] int64, of a sharded model: nonzero if rank 0 has a command to send (`hf_paged.engine.ranks.commands`).
 
     ``logits`` [N, V], on the device, of the lockstep rows that joined the step.
 
@@ -115,6 +116,8 @@ class ModelRunner:
         self.attention = AttentionInputs(backend, spec, self.state, max_model_len)
         self.look_at_windows()
         self._stream: torch.cuda.Stream | None = None  # stream of the last step
+        self._compiles = spec.device.type == "cuda"  # kernels of a step in parallel
+        self._known_kinds: set[tuple[Any, ...]] = set()  # of steps over ranks, whose kernels are compiled
         self.graphs = None
         if use_graphs and spec.device.type == "cuda" and not backend.waits:
             self.graphs = StepGraphs(executor, self.cache, self.state, self.attention, max_num_batched_tokens)
@@ -128,6 +131,8 @@ class ModelRunner:
     def prepare(self) -> None:
         """Renew what the executor caches and drop outdated graphs, when an idle engine gets requests."""
         self.state.adapters.use_entries(self.executor.name_rows())
+        if self.graphs is not None and self.executor.has_unmerged:
+            self.graphs.drop_references()  # the aliases that graphs hold would keep weights from being merged
         with capture_lock(self.device):
             self.executor.prepare(self.max_model_len)
         if self.graphs is not None:
@@ -155,19 +160,19 @@ class ModelRunner:
                 self.state.grow(num_slots)
         return self.state.num_slots
 
-    def launch(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING,
+    def launch(self, plan: StepPlan, admitted: list[SlotRow], wanted: Wanted = NOTHING,
                joining: Seq[StepPlan] = ()) -> StepHandle:
         """Enqueue one step. Steps that score prompts run eagerly.
 
         Args:
             plan: The scheduler's plan.
-            parameters: Settings of `plan.admitted`, in order.
+            admitted: Rows of `plan.admitted`, in order.
             wanted: Log-probabilities to compute.
             joining: Plans of lockstep decode rows, which end at the logits.
         """
         first = sum(len(rows.slots) for rows in joining)
         plan = plan.behind(joining) if first else plan
-        self._begin(plan, parameters)
+        self._begin(plan, admitted)
         result, logprobs = self._room_on_host(len(plan.slots), wanted)
         own = {kind: values[first:] for kind, values in logprobs.items()}
         if self.graphs is not None and not wanted.prompt:
@@ -177,7 +182,7 @@ class ModelRunner:
                 return self._handle(result[first:], own, logits=logits)
         began = device_times.begin(self.device)
         run = partial(self._eagerly, plan, first, result, logprobs, every_token=bool(wanted.prompt))
-        computed, logits = self._compiled(run, plan)
+        computed, logits = self._compiled(run, plan) if self._compiles else run()
         self._count_reads(plan)
         device_times.end("eager", began)
         if not wanted.prompt:
@@ -186,7 +191,7 @@ class ModelRunner:
         began = device_times.begin(self.device)
         scored, tops = self._score_prompts(plan, computed, spans, wanted.prompt_top)
         device_times.end("prompt log-probabilities", began)
-        return self._handle(result[first:], own, scored, wanted.prompt, logits)._replace(prompt_tops=tops)
+        return self._handle(result[first:], own, scored, wanted.prompt, logits, tops)
 
     def _eagerly(self, plan: StepPlan, first: int, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor], *,
                  every_token: bool) -> tuple[Computed, torch.Tensor | None]:
@@ -196,19 +201,33 @@ class ModelRunner:
         self._sample(plan, computed, result, logprobs)
         return computed, logits
 
-    def _compiled(self, run: Callable[[], Result], plan: StepPlan) -> Result:
+    def _compiled(self, run: partial[Result], plan: StepPlan) -> Result:
         """Call `run()` with its kernels compiled in parallel, then compile the kernels of decoding its rows."""
-        if self.device.type != "cuda" or self.executor.group.is_parallel:
+        later = () if self.graphs is None else dry_runs(self.graphs.steps, len(plan.slots))
+        if not self.executor.group.is_parallel:
+            return compiled_together(run, later)
+        # A step over ranks is not broken off at a missing kernel, so a dry run looks for all before, once a kind.
+        if (kind := self._kind(run, plan)) in self._known_kinds:
             return run()
-        return compiled_together(run, () if self.graphs is None else self.graphs.steps.coming(len(plan.slots)))
+        result = compiled_together(run, later, may_break_off=False)
+        self._known_kinds.add(kind)
+        return result
 
-    def launch_unsampled(self, plan: StepPlan, parameters: list[SlotParameters], wanted: Wanted = NOTHING,
+    def _kind(self, run: partial[Result], plan: StepPlan) -> tuple[Any, ...]:
+        """Return what decides on the kernels of an eager step, its sizes by powers of two."""
+        num_new, decodes = plan.num_new_tokens, plan.num_decode_rows
+        sizes = decodes, len(num_new) - decodes, int(num_new.sum()) - decodes, int(num_new.max())
+        features = self.state.stages(plan.slots[plan.samples]), self.state.adapters.any_named(plan.slots)
+        groups = plan.groups is not None, plan.prompt_groups is not None
+        return run.func.__name__, *(size.bit_length() for size in sizes), *features, *groups
+
+    def launch_unsampled(self, plan: StepPlan, admitted: list[SlotRow], wanted: Wanted = NOTHING,
                          joining: Seq[StepPlan] = ()) -> StepHandle:
         """Launch a step, some rows of which sample, up to the logits; `sample` completes it."""
         first = sum(len(rows.slots) for rows in joining)
         plan = plan.behind(joining) if first else plan
         if self.graphs is None or not self.graphs.is_foreseen(plan):
-            self._begin(plan, parameters)
+            self._begin(plan, admitted)
         result, logprobs = self._room_on_host(len(plan.slots), wanted)
         rows = np.flatnonzero(plan.samples)
         slots, positions = plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
@@ -225,7 +244,8 @@ class ModelRunner:
             self._count_reads(plan)
         else:
             began = device_times.begin(self.device)
-            computed = self._compiled(partial(self._hidden_states, plan, every_token=bool(spans)), plan)
+            run = partial(self._hidden_states, plan, every_token=bool(spans))
+            computed = self._compiled(run, plan) if self._compiles else run()
             self._count_reads(plan)
             last = upload(computed.query_start[1:].astype(np.int64) - 1, self.device)
             every = self.executor.shard_logits(*computed.at(last))
@@ -259,29 +279,25 @@ class ModelRunner:
         graphs = self.graphs
         if undrawn is None or graphs is None or not graphs.draw(undrawn, masks, stages, result, logprobs):
             began = device_times.begin(self.device)
-            known = {name: torch.empty(shape_of(name, len(rows)), dtype=torch.float32, device=self.device)
-                     for name in logprobs}
-            at = upload(np.array((slots, positions), np.int64), self.device)
             on_device = None if masks is None else masks.to(self.device)
-            tokens = self.state.sample(logits, at[0], at[1], stages, known, on_device)
-            self._fetch(tokens, rows, result)
-            for kind, values in known.items():
-                self._fetch(values, rows, logprobs[kind])
+            at = list(upload(np.array((slots, positions), np.int64), self.device))
+            self._draw(logits, rows, at, stages, result, logprobs, on_device)
             device_times.end("sampling under masks", began)
-        made = self._handle(handle.tokens, handle.logprobs, handle.prompt_logprobs, handle.spans, handle.logits)
-        return made._replace(prompt_tops=handle.prompt_tops)
+        return self._handle(handle.tokens, handle.logprobs, handle.prompt_logprobs, handle.spans, handle.logits,
+                            handle.prompt_tops)
 
-    def logits(self, plan: StepPlan, parameters: list[SlotParameters], *, of_every_token: bool = False) -> torch.Tensor:
+    def logits(self, plan: StepPlan, admitted: list[SlotRow], *, of_every_token: bool = False) -> torch.Tensor:
         """Enqueue one step up to the logits [N, V]: of the rows that sample, or of all tokens, in order."""
         if self.graphs is not None and self.graphs.is_ready(plan):
             self.follow_stream()
         else:
-            self._update_state(plan, parameters)
+            self._update_state(plan, admitted)
         if self.graphs is not None and (logits := self.graphs.logits(plan)) is not None:
             self._count_reads(plan)
             return logits
         began = device_times.begin(self.device)
-        computed = self._compiled(partial(self._hidden_states, plan, every_token=of_every_token), plan)
+        run = partial(self._hidden_states, plan, every_token=of_every_token)
+        computed = self._compiled(run, plan) if self._compiles else run()
         self._count_reads(plan)
         if of_every_token:
             logits = self.executor.logits(computed.hidden, computed.adapters)
@@ -291,9 +307,9 @@ class ModelRunner:
         device_times.end("eager logits", began)
         return logits
 
-    def _begin(self, plan: StepPlan, parameters: list[SlotParameters]) -> None:
+    def _begin(self, plan: StepPlan, admitted: list[SlotRow]) -> None:
         """Update the requests' state for a step that samples."""
-        self._update_state(plan, parameters)
+        self._update_state(plan, admitted)
         if plan.drafts is not None:
             guessed = np.flatnonzero(plan.drafts >= 0)
             columns = np.array((plan.slots[guessed], plan.start[guessed], plan.drafts[guessed]), np.int64)
@@ -311,11 +327,28 @@ class ModelRunner:
             self._update_state(plan, [])
             self.graphs.make_ready(plan)
 
-    def _update_state(self, plan: StepPlan, parameters: list[SlotParameters]) -> None:
+    def capture_ahead(self, most_rows: int) -> None:
+        """Capture the steps of up to so many decode rows, after `prepare` and before the first of them comes."""
+        if self.graphs is not None:
+            self.follow_stream()
+            self.graphs.capture_ahead(most_rows)
+
+    def missing_kernels(self, stages: frozenset[str], scored: tuple[str, ...], *, masked: bool,
+                        named: bool) -> list[Future[object]]:
+        """Begin to compile, in other processes, the kernels that rows with these options (`rows_with`) miss.
+
+        Returns a future for each of them, which is done when it is there.
+        """
+        if self.graphs is None:
+            return []
+        self.follow_stream()
+        return compiled_aside(partial(rows_with, self.graphs.steps, stages, scored, masked=masked, named=named))
+
+    def _update_state(self, plan: StepPlan, admitted: list[SlotRow]) -> None:
         self.follow_stream()
         if plan.admitted:
             self.state.admit([s.slot for s in plan.admitted], [s.known_ids() for s in plan.admitted],
-                             [s.block_table for s in plan.admitted], parameters)
+                             [s.block_table for s in plan.admitted], admitted)
         self.state.update_blocks(*plan.block_updates)
 
     def follow_stream(self) -> None:
@@ -340,8 +373,8 @@ class ModelRunner:
         # With drafts, and with prompts that share a prefix, a later row reads KV that an earlier row writes.
         decodes_alone = plan.num_decode_rows == len(plan.slots) and plan.drafts is None
         one_launch = decodes_alone and self.executor.may_use_one_launch(len(num_new), plan.start)
-        step = PagedStep(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters, one_launch,
-                         ends)
+        step = StepContext(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters,
+                           one_launch, ends)
         hidden = self.executor.hidden_states(input_ids, step)
         if ends is None:
             return Computed(hidden, query_start, adapters)
@@ -365,13 +398,22 @@ class ModelRunner:
                 self.sharded.listen()
             return
         ends = computed.query_start[rows + 1] - 1, plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
-        last, slots, positions = upload(np.array(ends, np.int64), self.device)
+        last, *at = upload(np.array(ends, np.int64), self.device)
         every = len(rows) == len(computed.hidden)
         hidden, adapters = (computed.hidden, computed.adapters) if every else computed.at(last)
-        logits = self.executor.shard_logits(hidden, adapters)
+        self._draw(self.executor.shard_logits(hidden, adapters), rows, at, self.state.stages(plan.slots[rows]), result,
+                   logprobs)
+
+    def _draw(self, logits: torch.Tensor, rows: np.ndarray, at: Seq[torch.Tensor], stages: frozenset[str],
+              result: torch.Tensor, logprobs: Mapping[str, torch.Tensor], masks: TokenMasks | None = None) -> None:
+        """Sample ``rows`` from their logits, and start the copy of tokens and log-probabilities to the host.
+
+        ``at``: Slots and positions of the tokens, on the device.
+        """
         known = {name: torch.empty(shape_of(name, len(rows)), dtype=torch.float32, device=self.device)
                  for name in logprobs}
-        tokens = self.state.sample(logits, slots, positions, self.state.stages(plan.slots[rows]), known)
+        slots, positions = at
+        tokens = self.state.sample(logits, slots, positions, stages, known, masks)
         self._fetch(tokens, rows, result)
         for kind, values in known.items():
             self._fetch(values, rows, logprobs[kind])
@@ -408,7 +450,8 @@ class ModelRunner:
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
 
     def _handle(self, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor], scored: torch.Tensor | None = None,
-                spans: tuple[PromptSpan, ...] = (), logits: torch.Tensor | None = None) -> StepHandle:
+                spans: tuple[PromptSpan, ...] = (), logits: torch.Tensor | None = None,
+                tops: torch.Tensor | None = None) -> StepHandle:
         """Make a handle of results whose copies to the host are under way."""
         heard = None
         if self.sharded is not None:
@@ -417,4 +460,4 @@ class ModelRunner:
         if self.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        return StepHandle(result, done, logprobs, scored, spans, heard, logits)
+        return StepHandle(result, done, logprobs, scored, spans, heard, logits, None, tops)

@@ -6,17 +6,16 @@ Padding rows have length 0 and a slot of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from hf_paged.attention.plan_groups import GroupedPlan
+from hf_paged.attention.plan_decode import GroupedPlan
 from hf_paged.attention.plan_prompts import padded
-from hf_paged.device.upload import upload
+from hf_paged.device.cuda import upload
 from hf_paged.kernels.attention.types import (
     DecodeWork,
     GroupedWork,
@@ -25,15 +24,15 @@ from hf_paged.kernels.attention.types import (
 )
 from hf_paged.kernels.step_inputs import StepInputs
 from hf_paged.models import ModelExecutor
+from hf_paged.models.base import LastTokens, Parts, StepContext
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
-from hf_paged.runner.step_context import LastTokens, PagedStep, Parts
 from hf_paged.runner.step_shape import GroupedTiles, StepShape
+from hf_paged.sampling.log_probs import shape_of
 from hf_paged.sampling.token_mask import TokenMasks
-from hf_paged.sampling.top_log_probs import shape_of
 from hf_paged.scheduler import StepPlan
-from hf_paged.scheduler.drafts import MOST_GUESSING_ROWS
+from hf_paged.scheduler.plan import MOST_GUESSING_ROWS
 
 # With more operations prompts keep a GPU busy longer than their launches keep the host: a graph gains nothing, and one
 # forward of decode rows and prompts reads the weights once.
@@ -47,8 +46,8 @@ _FEW_PROMPT_ROWS = 32
 # have too many sizes for a graph per number of decode rows.
 _MIXED_TOKENS = 1024
 # Padded rows of steps with drafts, whose number varies from step to step: few sizes, since each is captured once.
-_GUESSING_SIZES = np.array(sorted([48, 96, *(1 << i for i in range(8))]))
-assert _GUESSING_SIZES[-1] == MOST_GUESSING_ROWS
+GUESSING_SIZES = np.array(sorted([48, 96, *(1 << i for i in range(8))]))
+assert GUESSING_SIZES[-1] == MOST_GUESSING_ROWS
 
 
 class Drawn(NamedTuple):
@@ -85,20 +84,11 @@ def prompt_sizes(num_parameters: int, max_num_batched_tokens: int) -> list[int]:
     return [size for size in sizes if size <= most]
 
 
-def far_apart(sizes: Sequence[int]) -> list[int]:
-    """Reorder sizes: first, last, middle, then the middles of the halves, and so on."""
-    found, spans = list(dict.fromkeys((*sizes[:1], *sizes[-1:]))), [(0, len(sizes) - 1)]
-    for low, high in spans:
-        if (middle := (low + high) // 2) > low:
-            found.append(sizes[middle])
-            spans += (low, middle), (middle, high)
-    return found
-
-
 class PaddedSteps:
     """Padded steps of one runner that graphs may hold.
 
     Attributes:
+        state, attention: As given.
         num_slots: Slots of the state, at the last `use_slots`.
         decode_sizes: Padded numbers of decode rows, ascending.
         prompt_sizes: Padded numbers of prompt tokens, ascending.
@@ -106,7 +96,7 @@ class PaddedSteps:
 
     def __init__(self, executor: ModelExecutor, kv_cache: KVCache, state: RequestState, attention: AttentionInputs,
                  max_num_batched_tokens: int) -> None:
-        self._executor, self._cache, self._state, self._attention = executor, kv_cache, state, attention
+        self._executor, self._cache, self.state, self.attention = executor, kv_cache, state, attention
         self._device = kv_cache.spec.device
         self._num_parameters = sum(p.numel() for p in executor.model.parameters())
         self.prompt_sizes = np.array(prompt_sizes(self._num_parameters, max_num_batched_tokens) or [0])
@@ -114,12 +104,12 @@ class PaddedSteps:
 
     def use_slots(self) -> None:
         """Set the padded sizes for the state's number of slots."""
-        num_slots = self._state.num_slots
+        num_slots = self.state.num_slots
         self.decode_sizes = np.array(decode_sizes(num_slots))
         # Shared by all graphs: only one runs at a time, and it resets them to zeros.
         most_rows = max(num_slots, MOST_GUESSING_ROWS)
-        self._arrivals = self._attention.arrivals(most_rows)
-        self._queue = self._attention.tile_queue()
+        self._arrivals = self.attention.arrivals(most_rows)
+        self._queue = self.attention.tile_queue()
         self._mixed_sizes = np.array(mixed_sizes(most_rows))
         self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=self._device)
         self.num_slots = num_slots  # last, so that an interrupted call is repeated
@@ -131,7 +121,7 @@ class PaddedSteps:
 
     def sizes_of(self, plan: StepPlan) -> np.ndarray:
         """Return the padded numbers of decode rows for such a step, ascending."""
-        return self.decode_sizes if plan.drafts is None else _GUESSING_SIZES
+        return self.decode_sizes if plan.drafts is None else GUESSING_SIZES
 
     def prompt_size(self, num_rows: int, num_tokens: int) -> int | None:
         """Return the padded number of tokens of these prompts; 0 without prompts, None if no graph is worth it."""
@@ -145,7 +135,7 @@ class PaddedSteps:
         return None if num_rows > self._most_prompt_rows(size) or wasted > _WASTED_FLOPS else size
 
     def _most_prompt_rows(self, size: int) -> int:
-        return min(size, self._state.num_slots, _MOST_PROMPT_ROWS)
+        return min(size, self.state.num_slots, _MOST_PROMPT_ROWS)
 
     def _prompt_rows(self, num_rows: int, size: int) -> int:
         """Return the padded number of prompts in a graph of `size` tokens."""
@@ -158,44 +148,65 @@ class PaddedSteps:
             return 0
         return int(self._mixed_sizes[np.searchsorted(self._mixed_sizes, num_decode_rows)])
 
-    def coming(self, most_rows: int, most_tokens: int = 0) -> Iterator[Callable[[], object]]:
-        """Yield functions that run the graphs' steps of up to so many decode rows and prompt tokens, on padding only.
+    def run_padding_rows(self, size: int, *, shared: bool = False, named: bool = False,
+                         stages: frozenset[str] = frozenset(), scored: tuple[str, ...] = ()) -> None:
+        """Sample decode rows that are all padding; ``shared``: they read a prefix together."""
+        arrays, tiles = self.padding_inputs(size), None
+        if shared:
+            rows = arrays[0]
+            if (work := self.attention.plan_of_a_group(rows[0])) is None:
+                return
+            arrays, tiles = (rows, work.items, work.rows), GroupedTiles(work.num_parts, work.config)
+        shape = StepShape("decode", rows=size, named=named, tiles=tiles, stages=stages, scored=scored)
+        self.run(shape, *self._sent(arrays))
 
-        Alternates decode rows and prompts. Successive numbers of decode rows are far apart, since neighbours mostly run
-        the same kernels and a waiting caller should not wait for all of them. Prompts come in ascending order.
-        """
-        decode_sizes = far_apart([int(size) for size in self.decode_sizes if size <= most_rows])
-        for num_rows, num_tokens in zip_longest(decode_sizes, self.prompt_sizes, fillvalue=0):
-            if num_rows:
-                yield partial(self._run_padding_rows, num_rows)
-            if 0 < num_tokens <= most_tokens:
-                yield partial(self._run_padding_tokens, num_tokens, queued=False)
-                if num_tokens == self.prompt_sizes[0] and self._attention.may_queue():
-                    yield partial(self._run_padding_tokens, num_tokens, queued=True)
+    def run_masked_padding(self, size: int, stages: frozenset[str] = frozenset(), scored: tuple[str, ...] = ()) -> None:
+        """Sample decode rows that are all padding in two parts, as steps do whose token masks come late."""
+        shape = StepShape("masked", rows=size, stages=stages, scored=scored)
+        undrawn = self.undrawn(StepShape("undrawn", rows=size), *self._sent(self.padding_inputs(size)))
+        words = torch.zeros(size, -(-self._executor.num_logits // 32), dtype=torch.int32, device=self._device)
+        lines = torch.full((size,), -1, dtype=torch.int32, device=self._device)
+        self.masked(shape, *undrawn, words, lines)
 
-    def _run_padding_rows(self, size: int) -> None:
-        rows = np.empty((2, size), dtype=np.int64)
-        rows[0], rows[1] = self._state.padding_slot, -1
-        work = self._attention.plain_plan(rows[1] + 1, rows[0])
-        assert isinstance(work, np.ndarray)
-        inputs = [upload(array, self._device) for array in (rows, work)]
-        self.run(StepShape("decode", rows=size), *inputs)
-
-    def _run_padding_tokens(self, size: int, *, queued: bool) -> None:
+    def run_padding_tokens(self, size: int, *, queued: bool = False, long: bool = False, shared: bool = False,
+                           named: bool = False) -> None:
+        """Sample prompts whose tokens are all padding; ``shared``: they read a prefix together."""
         tokens = np.empty((3, size), dtype=np.int64)
         rows = np.zeros((6, self._prompt_rows(1, size) + 1), dtype=np.int64)
-        tokens[0], tokens[1], tokens[2] = self._state.padding_slot, -1, 0
-        rows[1] = rows[4] = self._state.padding_slot
-        alone = self._attention.plain_plan(rows[2, :-1], rows[1, :-1])
-        assert isinstance(alone, np.ndarray)
-        inputs = [upload(array, self._device) for array in (tokens, rows, alone)]
-        self.run(StepShape("prompts", tokens=size, prompts=rows.shape[1] - 1, queued=queued), *inputs)
+        tokens[0], tokens[1], tokens[2] = self.state.padding_slot, -1, 0
+        rows[1] = rows[4] = self.state.padding_slot
+        plain, tiles = self.attention.plain_plan(rows[2, :-1], rows[1, :-1]), None
+        arrays: tuple[np.ndarray | None, ...] = tokens, rows, plain
+        if shared:
+            if (work := self.attention.plan_of_prompts_in_a_group(rows[1, :-1], size)) is None:
+                return
+            arrays = tokens, rows, work.items, work.rows, work.own_begin
+            tiles = GroupedTiles(work.num_parts, work.kernel.config)
+        shape = StepShape("prompts", tokens=size, prompts=rows.shape[1] - 1, named=named, long=long, queued=queued,
+                          tiles=tiles)
+        self.run(shape, *self._sent(arrays))
+
+    def padding_inputs(self, size: int) -> tuple[np.ndarray, ...]:
+        """Return `decode_inputs` without a real row."""
+        rows = self._padding_rows(size)
+        plain = self.attention.plain_plan(rows[1] + 1, rows[0])
+        assert plain is not None, "a backend that runs in graphs plans"
+        return rows, plain
+
+    def _padding_rows(self, size: int) -> np.ndarray:
+        rows = np.empty((2, size), dtype=np.int64)
+        rows[0], rows[1] = self.state.padding_slot, -1
+        return rows
+
+    def _sent(self, arrays: tuple[np.ndarray | None, ...]) -> list[torch.Tensor]:
+        assert all(array is not None for array in arrays), "a backend that runs in graphs plans"
+        return [upload(array, self._device) for array in arrays if array is not None]
 
     def decode_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
         """Return rows [2, size] int64 (slots, positions) and the arrays of the attention plan, with the plan's
         constants."""
         rows = self._decode_rows(plan, size)
-        work = self._attention.split_plan(rows[1] + 1, rows[0], plan.groups)
+        work = self.attention.split_plan(rows[1] + 1, rows[0], plan.groups)
         assert work is not None, "a backend that runs in graphs plans"
         if isinstance(work, GroupedPlan):
             return (rows, work.items, work.rows), GroupedTiles(work.num_parts, work.config)
@@ -203,13 +214,12 @@ class PaddedSteps:
 
     def unplanned_rows(self, plan: StepPlan, size: int) -> np.ndarray:
         """Return the rows of `decode_inputs` for a step without an attention kernel."""
-        self._attention.plan_nothing()
+        self.attention.saved_positions = 0
         return self._decode_rows(plan, size)
 
     def _decode_rows(self, plan: StepPlan, size: int) -> np.ndarray:
         count = plan.num_decode_rows
-        rows = np.empty((2, size), dtype=np.int64)
-        rows[0], rows[1] = self._state.padding_slot, -1
+        rows = self._padding_rows(size)
         rows[0, :count], rows[1, :count] = plan.slots[:count], plan.start[:count]
         return rows
 
@@ -228,7 +238,7 @@ class PaddedSteps:
                parts: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [size, V] of decode rows, or a rank's columns."""
         inputs, meta = self._of_decode_rows(rows, items, parts, shape.tiles)
-        adapters = self._state.adapters.of(rows[0]) if shape.named else None
+        adapters = self.state.adapters.of(rows[0]) if shape.named else None
         step = self._step(inputs.positions, meta.slot_mapping, [(0, len(inputs.ids), meta)], adapters, shape.one_launch)
         return self._executor.shard_logits(self._executor.hidden_states(inputs.ids, step), adapters)
 
@@ -246,11 +256,11 @@ class PaddedSteps:
     def _of_decode_rows(self, rows: torch.Tensor, items: torch.Tensor, parts: torch.Tensor | None,
                         tiles: GroupedTiles | None) -> tuple[StepInputs, PagedMetadata]:
         slots, positions = rows
-        inputs = self._state.inputs(slots, positions)
+        inputs = self.state.inputs(slots, positions)
         work: DecodeWork | GroupedWork = DecodeWork(items, self._arrivals)
         if parts is not None and tiles is not None:
             work = GroupedWork(items, parts, *tiles)
-        return inputs, self._attention.decode_rows(self._starts[: len(slots) + 1], inputs, work)
+        return inputs, self.attention.decode_rows(self._starts[: len(slots) + 1], inputs, work)
 
     def prompt_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
         """Return tokens [3, size] int64 (slots, positions, write_from), rows [6, rows + 1] int64, and the attention
@@ -261,7 +271,7 @@ class PaddedSteps:
         """
         rows = slice(plan.num_decode_rows, None)
         slots, start, num_new = plan.slots[rows], plan.start[rows], plan.num_new_tokens[rows]
-        count, padding = len(slots), self._state.padding_slot
+        count, padding = len(slots), self.state.padding_slot
         ends = np.cumsum(num_new)
         tokens = np.empty((3, size), dtype=np.int64)
         tokens[0], tokens[1], tokens[2] = padding, -1, 0
@@ -275,9 +285,9 @@ class PaddedSteps:
         row_slots[:count], seq_lens[:count], last[:count] = slots, start + num_new, ends - 1
         samples = np.flatnonzero(plan.samples[rows])
         sampled_slots[samples], sampled_positions[samples] = slots[samples], (start + num_new)[samples]
-        shared = self._attention.captured_prompt_plan(plan, size)
+        shared = self.attention.captured_prompt_plan(plan, size)
         if shared is None:
-            alone = self._attention.plain_plan(seq_lens[:-1], row_slots[:-1])
+            alone = self.attention.plain_plan(seq_lens[:-1], row_slots[:-1])
             assert alone is not None, "a backend that runs in graphs plans"
             return (tokens, by_row, alone), None
         shared = padded(shared, size, by_row.shape[1] - 1)
@@ -317,22 +327,22 @@ class PaddedSteps:
                     work: tuple[torch.Tensor, ...]) -> tuple[StepInputs, PagedMetadata, PagedMetadata | None]:
         """What the layers read of prompts, and of their last tokens alone, where no tile reads for several rows."""
         slots, positions, write_from = tokens
-        inputs = self._state.inputs(slots, positions, write_from)
+        inputs = self.state.inputs(slots, positions, write_from)
         starts, row_slots, seq_lens = rows[:3].to(torch.int32)
         of_rows = seq_lens[:-1], row_slots[:-1]
-        prompts = partial(self._attention.prompts, starts, *of_rows, inputs.slot_mapping, long=shape.long)
+        prompts = partial(self.attention.prompts, starts, *of_rows, inputs.slot_mapping, long=shape.long)
         if shape.tiles is not None:
             items, parts, own_begin = work
             return inputs, prompts(work=PromptWork(GroupedWork(items, parts, *shape.tiles), own_begin)), None
         (alone,), meta = work, prompts(work=self._queue if shape.queued else None)
-        ends = self._attention.last_tokens(self._starts[: len(starts)], *of_rows, DecodeWork(alone, self._arrivals))
+        ends = self.attention.last_tokens(self._starts[: len(starts)], *of_rows, DecodeWork(alone, self._arrivals))
         return inputs, meta, ends
 
     def _logits_of(self, inputs: StepInputs, parts: list[PagedMetadata], last: torch.Tensor,
                    ends: list[PagedMetadata] | None, named_slots: torch.Tensor | None) -> torch.Tensor:
         """Return logits of all rows' ``last`` tokens, whose layout is ``ends``; ``named_slots``: slots of all tokens if
         a row names an adapter."""
-        adapters = None if named_slots is None else self._state.adapters.of(named_slots)
+        adapters = None if named_slots is None else self.state.adapters.of(named_slots)
         read = None if ends is None else LastTokens(last, _cuts(ends, [len(meta.slots) for meta in ends]))
         cuts = _cuts(parts, [len(meta.slot_mapping) for meta in parts])
         hidden = self._executor.hidden_states(
@@ -345,17 +355,17 @@ class PaddedSteps:
               masks: TokenMasks | None = None) -> Drawn:
         logprobs = {name: torch.empty(shape_of(name, len(slots)), dtype=torch.float32, device=self._device)
                     for name in shape.scored}
-        tokens = self._state.sample(logits, slots, positions, shape.stages, logprobs, masks)
+        tokens = self.state.sample(logits, slots, positions, shape.stages, logprobs, masks)
         # A graph that keeps its logits keeps their memory.
         return Drawn(tokens, logprobs, logits if shape.with_logits else None)
 
     def _step(self, positions: torch.Tensor, slot_mapping: torch.Tensor, parts: Parts, adapters: torch.Tensor | None,
-              one_launch: bool = False, ends: LastTokens | None = None) -> PagedStep:
-        return PagedStep(positions, slot_mapping, self._cache, parts, self._attention.backend, adapters, one_launch,
-                         ends)
+              one_launch: bool = False, ends: LastTokens | None = None) -> StepContext:
+        return StepContext(positions, slot_mapping, self._cache, parts, self.attention.backend, adapters, one_launch,
+                           ends)
 
 
 def _cuts(layouts: list[PagedMetadata], counts: list[int]) -> Parts:
-    """Return `PagedStep.parts` of consecutive ranges with these numbers of tokens."""
+    """Return `StepContext.parts` of consecutive ranges with these numbers of tokens."""
     ends = np.cumsum(counts).tolist()
     return [(end - count, end, meta) for meta, count, end in zip(layouts, counts, ends, strict=True)]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.models import ModelExecutor
-from hf_paged.sampling.top_log_probs import top_log_probs
+from hf_paged.sampling.log_probs import top_log_probs
 
 # Maximum of positions whose logits exist at the same time, and of numbers in these logits.
 _MOST_POSITIONS = 1024

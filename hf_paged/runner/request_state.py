@@ -5,78 +5,55 @@ The host sends a sequence once, when it gets its slot, and afterwards only new b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import torch
 
-from hf_paged.device.upload import upload
+from hf_paged.device.cuda import upload
 from hf_paged.kernels.step_inputs import StepInputs, step_inputs
-from hf_paged.runner.adapter_slots import AdapterSlots
+from hf_paged.models.tuners import BASE
 from hf_paged.runner.sharded_sampling import ShardedSampling
-from hf_paged.sampling.edit_lines import float_line, int_line
-from hf_paged.sampling.edit_reference import NEUTRAL, Edits
-from hf_paged.sampling.edits import EditLines, EditState, encode_edits, sample_edited
+from hf_paged.sampling.edits import EditState, sample_edited
+from hf_paged.sampling.log_probs import (
+    FILTERS,
+    NO_LOG_PROBS,
+    PROCESSED,
+    RAW,
+    TOPS,
+    token_log_probs,
+    top_log_probs,
+    top_processed,
+    with_eos_barred,
+)
 from hf_paged.sampling.sampler import SamplingRows, sample
-from hf_paged.sampling.table import FLOAT_NAMES, INT_NAMES, NUM_FLOATS, NUM_INTS, Drawing, SamplingTable
-from hf_paged.sampling.token_log_probs import NO_LOG_PROBS, PROCESSED, RAW, token_log_probs
+from hf_paged.sampling.slot_row import SlotRow
+from hf_paged.sampling.table import NUM_FLOATS, NUM_INTS, SamplingTable
 from hf_paged.sampling.token_mask import TokenMasks, mask_tokens
-from hf_paged.sampling.top_log_probs import FILTERS, TOPS, top_log_probs, top_processed, with_eos_barred
 
-FIRST_TOKEN_CAPACITY = 2048
+# Bytes of token history that are allocated at once. It moves later only where sequences of that length are rare: with
+# 256 slots, beyond 261,000 tokens.
+_HISTORY_BYTES = 256 << 20
+# Rows of tables begin at multiples of this many entries, so that all models' kernels read them with the same alignment.
+_ALIGNED = 16
+# Stop tokens of a request that never move a table. Models have up to three.
+_FIRST_STOP_TOKENS = 8
 _MOST_STAGE_SETS = 6
 _MOST_PADDED = 1 << 20  # entries, 4 MiB
 
 Rows = Seq[list[int] | np.ndarray]  # token or block ids
 
 
-class SlotLines(NamedTuple):
-    """`SlotParameters` of one request in the encoding of `RequestState`, which a step only copies."""
-
-    floats: np.ndarray  # [NUM_FLOATS] float32
-    ints: np.ndarray  # [NUM_INTS] int64
-    eos: np.ndarray  # [N] int64
-    edits: EditLines
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotParameters(Drawing):
-    """Sampling settings of one request, as the device keeps them (see `SamplingTable`). Defaults: greedy search."""
-
-    max_length: int
-    seed: int = 0
-    min_length: int = 0
-    eos_token_ids: tuple[int, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # barred like EOS below min_length
-    prompt_length: int = 0
-    edits: Edits = NEUTRAL
-    adapter: str | None = None
-    with_top: bool = False  # the request wants the likeliest tokens
-
-    @cached_property
-    def lines(self) -> SlotLines:
-        """Encode the settings; computed when the request arrives, so that an error reaches its caller.
-
-        Raises:
-            ValueError: With the name of a setting that the device's tables cannot hold.
-        """
-        floats = float_line(FLOAT_NAMES, self.floats())
-        ints = int_line(INT_NAMES, self.ints(self.seed, self.min_length))
-        eos = int_line("eos_token_id, stop_token_ids", (*self.eos_token_ids, *self.stop_token_ids))
-        edits = encode_edits(self.edits, self.prompt_length, self.max_length, self.eos_token_ids)
-        return SlotLines(floats, ints, eos, edits)
-
-
 class RequestState:
     """Persistent tensors of S slots: token history, block table, sampling parameters.
 
-    ``tokens`` [S + 1, capacity] int32 grows by doubling up to ``max_model_len``; ``block_table`` [S + 1, max_blocks]
-    int32. The last line, `padding_slot`, belongs to padding rows of CUDA graphs. ``sharded``: set if logits are the
-    columns of one rank.
+    ``tokens`` [S + 1, capacity] int32 holds ``max_model_len`` tokens, or up to `_HISTORY_BYTES` and grows by doubling;
+    ``block_table`` [S + 1, max_blocks] int32; both padded to a multiple of 16. The last line, `padding_slot`, belongs
+    to padding rows of CUDA graphs. ``sharded``: set if logits are the columns of one rank. ``moves``: how often what
+    graphs read has moved, by the name of what moved.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device,
@@ -86,15 +63,17 @@ class RequestState:
         self.max_model_len = max_model_len
         self.num_slots = self.padding_slot = num_slots
         self.block_size = block_size
-        self.version = 0  # number of moves of memory that graphs read
+        self._longest = 0  # tokens of a sequence that was admitted
+        self.moves = Counter({"slots": 0, "token history": 0, "stop tokens": 0})
         lines = num_slots + 1
-        max_blocks = -(-max_model_len // block_size)
-        self.tokens = torch.zeros(lines, min(FIRST_TOKEN_CAPACITY, max_model_len), dtype=torch.int32, device=device)
-        self.block_table = torch.zeros(lines, max_blocks, dtype=torch.int32, device=device)
+        capacity = min(max_model_len, _HISTORY_BYTES // torch.int32.itemsize // lines)
+        self.tokens = torch.zeros(lines, aligned(capacity), dtype=torch.int32, device=device)
+        columns = table_columns(max_model_len, block_size)
+        self.block_table = torch.zeros(lines, columns, dtype=torch.int32, device=device)
         self.sampling = SamplingTable(
             floats=torch.zeros(lines, NUM_FLOATS, dtype=torch.float32, device=device),
             ints=torch.zeros(lines, NUM_INTS, dtype=torch.int64, device=device),
-            eos=torch.full((lines, 1), -1, dtype=torch.int64, device=device),
+            eos=torch.full((lines, _FIRST_STOP_TOKENS), -1, dtype=torch.int64, device=device),
         )
         self.edits = EditState(num_slots, device)
         self.adapters = AdapterSlots(num_slots, device)
@@ -102,37 +81,44 @@ class RequestState:
         self._stage_names: list[str] = []
         self._stage_sets: set[int] = set()
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of token history and block tables."""
+        return self.tokens.nbytes + self.block_table.nbytes
+
     def grow(self, num_slots: int) -> None:
         """Raise the number of slots; graphs must be captured again."""
         more = num_slots - self.num_slots
         table = self.sampling
+        capacity = max(self._longest, _HISTORY_BYTES // torch.int32.itemsize // (num_slots + 1))
+        history = self.tokens[:, : aligned(capacity)]  # all of it moves, so it can become narrower
         tokens, blocks, floats, ints = (
-            _with_lines(tensor, more) for tensor in (self.tokens, self.block_table, table.floats, table.ints)
+            _with_lines(tensor, more) for tensor in (history, self.block_table, table.floats, table.ints)
         )
         sampling = SamplingTable(floats=floats, ints=ints, eos=_with_lines(table.eos, more, fill=-1))
         stages = np.pad(self._stages, (0, more))
+        self.moves["slots"] += 1  # before anything moves, since an interrupt may come in between
         self.edits.grow(num_slots)
         self.adapters.grow(num_slots)
-        self.version += 1  # no call between this line and the next two, since an interrupt can only come after a call
         self.tokens, self.block_table, self.sampling, self._stages = tokens, blocks, sampling, stages
         self.num_slots = self.padding_slot = num_slots
 
-    def admit(self, slots: list[int], tokens: Rows, tables: Rows, parameters: list[SlotParameters]) -> None:
-        """Write known tokens, block tables and parameters of sequences that got a slot."""
-        self._reserve_tokens(max(p.max_length for p in parameters))
+    def admit(self, slots: list[int], tokens: Rows, tables: Rows, rows: list[SlotRow]) -> None:
+        """Write known tokens, block tables and settings of sequences that got a slot."""
+        self._longest = max(self._longest, *(row.max_length for row in rows))
+        self._reserve_tokens(self._longest)
         index = self._upload(np.array(slots, dtype=np.int64))
         self._write_rows(self.tokens, index, tokens)
         self._write_rows(self.block_table, index, tables)
-        lines = [p.lines for p in parameters]
-        self.sampling.floats[index] = self._upload(np.stack([line.floats for line in lines]))
-        self.sampling.ints[index] = self._upload(np.stack([line.ints for line in lines]))
-        self._reserve_eos(max(len(line.eos) for line in lines))
+        self.sampling.floats[index] = self._upload(np.stack([row.floats for row in rows]))
+        self.sampling.ints[index] = self._upload(np.stack([row.ints for row in rows]))
+        self._reserve_eos(max(len(row.eos) for row in rows))
         eos = np.full((len(slots), self.sampling.eos.shape[1]), -1, dtype=np.int64)
-        for row, line in zip(eos, lines, strict=True):
-            row[: len(line.eos)] = line.eos
+        for line, row in zip(eos, rows, strict=True):
+            line[: len(row.eos)] = row.eos
         self.sampling.eos[index] = self._upload(eos)
-        self._admit_edits(np.array(slots, dtype=np.int64), parameters)
-        self.adapters.admit(slots, [p.adapter for p in parameters])
+        self._admit_edits(np.array(slots, dtype=np.int64), rows)
+        self.adapters.admit(slots, [row.adapter for row in rows])
 
     def stages(self, slots: np.ndarray) -> frozenset[str]:
         """Return the union of the logits-editing stages that the requests in these slots need.
@@ -211,27 +197,28 @@ class RequestState:
     def _reserve_tokens(self, length: int) -> None:
         capacity = self.tokens.shape[1]
         if length > capacity:
-            capacity = min(max(2 * capacity, length), self.max_model_len)
-            self.version += 1
+            capacity = aligned(min(max(2 * capacity, length), self.max_model_len))
+            self.moves["token history"] += 1
             grown = torch.zeros(len(self.tokens), capacity, dtype=torch.int32, device=self.device)
             grown[:, : self.tokens.shape[1]] = self.tokens
             self.tokens = grown
 
-    def _admit_edits(self, slots: np.ndarray, parameters: list[SlotParameters]) -> None:
-        for slot, p in zip(slots, parameters, strict=True):
-            names = p.lines.edits.features
-            if (self.sharded is not None or p.with_top) and p.is_filtered:
+    def _admit_edits(self, slots: np.ndarray, rows: list[SlotRow]) -> None:
+        for slot, row in zip(slots, rows, strict=True):
+            names = row.stages
+            if (self.sharded is not None or row.with_top) and row.is_filtered:
                 names |= {FILTERS}
             self._stage_names += sorted(names - set(self._stage_names))
             self._stages[slot] = sum(1 << self._stage_names.index(name) for name in names)
         # Also resets a slot whose previous sequence had edits.
         if self._stages[slots].any() or self.edits.in_use:
-            self.edits.put(slots, [p.lines.edits for p in parameters])
+            self.edits.put(slots, rows)
 
     def _reserve_eos(self, width: int) -> None:
-        grow = width - self.sampling.eos.shape[1]
-        if grow > 0:
-            self.version += 1
+        capacity = self.sampling.eos.shape[1]
+        if width > capacity:
+            grow = max(2 * capacity, width) - capacity
+            self.moves["stop tokens"] += 1
             self.sampling = self.sampling._replace(
                 eos=torch.nn.functional.pad(self.sampling.eos, (0, grow), value=-1)
             )
@@ -246,6 +233,16 @@ class RequestState:
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return upload(array, self.device)
+
+
+def table_columns(max_model_len: int, block_size: int) -> int:
+    """Return the columns of `RequestState.block_table`."""
+    return aligned(-(-max_model_len // block_size))
+
+
+def aligned(columns: int) -> int:
+    """Return the columns of a table that has at least so many."""
+    return -(-columns // _ALIGNED) * _ALIGNED
 
 
 def _with_lines(table: torch.Tensor, more: int, fill: int = 0) -> torch.Tensor:
@@ -268,3 +265,64 @@ def _pad(rows: Rows) -> np.ndarray:
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row
     return padded
+
+
+class AdapterSlots:
+    """Index into the executor's adapters per slot (see `StepContext.adapters`), [S + 1] int32 on the device.
+
+    0 stands for the model's active adapters, -1 for the base model. While no sequence names an adapter, no slot is
+    stored and nothing is sent to the device.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._device = device
+        self._index = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        self._is_named = np.zeros(num_slots + 1, dtype=bool)
+        self._names: dict[int, str] = {}  # by slot; includes ended sequences
+        self._entries: dict[str, int] = {BASE: -1}
+
+    def grow(self, num_slots: int) -> None:
+        """Raise the number of slots; graphs must be captured again."""
+        more = num_slots + 1 - len(self._index)
+        index, is_named = torch.nn.functional.pad(self._index, (0, more)), np.pad(self._is_named, (0, more))
+        self._index, self._is_named = index, is_named
+
+    @property
+    def num_names(self) -> int:
+        """Return the number of adapters that rows can name."""
+        return len(self._entries) - 1
+
+    def use_entries(self, names: tuple[str, ...]) -> None:
+        """Use a new order of the executor's adapters and update the indices of all slots by name."""
+        entries = {BASE: -1} | {name: entry for entry, name in enumerate(names, 1)}
+        if entries != self._entries:
+            self._entries = entries
+            # A slot whose adapter was deleted belongs to an ended sequence.
+            self._names = {slot: name for slot, name in self._names.items() if name in entries}
+            self._send(list(self._names))
+
+    def admit(self, slots: list[int], names: list[str | None]) -> None:
+        """Set the adapters of sequences that got these slots; None stands for the model's active adapters."""
+        if not self._names and not any(names):
+            return
+        for slot, name in zip(slots, names, strict=True):
+            self._is_named[slot] = name is not None
+            if name is None:
+                self._names.pop(slot, None)
+            else:
+                self._names[slot] = name
+        self._send(slots)
+
+    def any_named(self, slots: np.ndarray) -> bool:
+        """Return whether one of these sequences names an adapter."""
+        return bool(self._names) and bool(self._is_named[slots].any())
+
+    def of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the adapter index of each slot: ``slots`` [T] int64 on the device -> [T] int32."""
+        return self._index[slots]
+
+    def _send(self, slots: list[int]) -> None:
+        if slots:
+            entries = [self._entries[self._names[slot]] if slot in self._names else 0 for slot in slots]
+            index, values = upload(np.array([slots, entries], dtype=np.int64), self._device)
+            self._index[index] = values.to(torch.int32)

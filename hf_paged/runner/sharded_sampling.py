@@ -13,18 +13,20 @@ import torch
 from torch.nn.functional import pad
 
 from hf_paged.models import ModelExecutor
+from hf_paged.sampling.log_probs import shape_of
 from hf_paged.sampling.sample_tokens import GROUP_SIZE
 from hf_paged.sampling.shard_best import NO_TOKEN, Columns, best_of_shard, keys_of, settle_tokens
 from hf_paged.sampling.table import SamplingTable
 from hf_paged.sampling.token_mask import TokenMasks, mask_tokens
-from hf_paged.sampling.top_log_probs import shape_of
+
+_ALIGNED = 16  # the kernel that sums log-probabilities is another for a number that is no multiple
 
 
 class ShardedSampling:
     """The ranks of one model, this rank's columns, and a flag that is reduced in every step.
 
     Attributes:
-        said: [1] int64 on the device: 1 while rank 0 has a command to send (`engine.commands`), 0 on other ranks.
+        said: [1] int64 on the device: 1 while rank 0 has a command to send (`engine.ranks.commands`), 0 on other ranks.
         heard: [1] int64 on the device: the maximum of the ranks' `said` in the last step.
     """
 
@@ -75,7 +77,8 @@ class ShardedSampling:
         keys = torch.full((rows + padding,), NO_TOKEN, dtype=torch.int64, device=logits.device)
         keys[mine] = keys_of(tokens)
         for name, values in known.items():
-            every = torch.zeros(shape_of(name, rows + padding), dtype=torch.float32, device=logits.device)
+            length = -(-(rows + padding) // _ALIGNED) * _ALIGNED
+            every = torch.zeros(shape_of(name, length), dtype=torch.float32, device=logits.device)
             every[mine] = values
             logprobs[name].copy_(self.group.all_reduce(every)[:rows])
         return self._settle(keys[:rows], slots, positions, history)

@@ -1,4 +1,4 @@
-"""Key of a captured step: everything about the step that is no number."""
+"""Shape of a step, which is the key of a captured one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Detection of changed weights, so that keys and values computed with old weights are never used.
 
 Fused optimizers and writes through `.data` do not raise `_version`: only a checksum of all bytes is proof. Version
-counters and pointers only detect certain changes sooner.
+counters and pointers (`ModelWatch.contents`) only detect certain changes sooner.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_paged.guards.inner_tensors import watched
-from hf_paged.guards.snapshot import tensors_inside
 from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models import ModelExecutor, find_executor
-from hf_paged.models.eligibility import reason_under
+from hf_paged.models.eligibility import why_not_under
 from hf_paged.scheduler import BlockPool
 
 
@@ -39,14 +37,14 @@ class WeightsGuard:
         self._executor = executor
         self._on_change = on_change
         self.version = 0
-        self._signature: tuple | None = None
+        self._contents: int | None = None  # the number at `begin`
         self._checksum = ChecksumPlan()
         self._pending: torch.Tensor | None = None
         self._cached: int | None = None  # checksum of the weights of `version`; None if unknown
 
     def changed(self, *, full: bool) -> bool:
         """Return whether this rank's weights differ from `begin`; without `full` compares only storage and versions."""
-        if self._signature != self._current_signature():
+        if self._contents != self._executor.contents():
             return True
         if not full:
             return False
@@ -55,16 +53,15 @@ class WeightsGuard:
 
     def begin(self, pool: BlockPool) -> None:
         """Exclude cached blocks from hits and start the checksum, when an idle engine gets requests."""
-        tensors, buffers = _tensors_of(self._executor)
-        signature = _signature(tensors)
+        contents = self._executor.contents()
         pool.new_generation()
-        if self._executor.group.any(signature != self._signature):
+        if self._executor.group.any(contents != self._contents):
             pool.drop_older()
             self._cached = None
-            if self._signature is not None:
+            if self._contents is not None:
                 self.found_change()
-        self._signature = signature
-        self._pending = self._checksum([*tensors, *buffers])
+        self._contents = contents
+        self._pending = self.fresh()
 
     @property
     def latest(self) -> torch.Tensor | None:
@@ -73,8 +70,8 @@ class WeightsGuard:
 
     def fresh(self) -> torch.Tensor:
         """Start a checksum of the current weights, [1] int64; the result may not be ready yet."""
-        tensors, buffers = _tensors_of(self._executor)
-        return self._checksum([*tensors, *buffers])
+        tensors = self._executor.tensors()
+        return self._checksum([*tensors.weights, *tensors.buffers])
 
     def announce(self, pool: BlockPool | None, *, is_busy: bool) -> None:
         """Record a change of the weights that the caller reports, without comparing.
@@ -85,7 +82,7 @@ class WeightsGuard:
                 will be compared by.
         """
         self.found_change()
-        self._signature, self._cached, self._pending = self._current_signature(), None, None
+        self._contents, self._cached, self._pending = self._executor.contents(), None, None
         if pool is not None:
             pool.new_generation()
             pool.drop_older()
@@ -128,10 +125,6 @@ class WeightsGuard:
         taken = self._cached if self._pending is None else self._pending
         return self.fresh() if taken is None else taken
 
-    def _current_signature(self) -> tuple:
-        # Without buffers: some RoPE modules write theirs in every forward, so only the checksum covers them.
-        return _signature(_tensors_of(self._executor)[0])
-
 
 class ModelMark(NamedTuple):
     """Fingerprint of what a model computes, for a later comparison; keeps no reference to the model."""
@@ -148,25 +141,11 @@ class ModelMark(NamedTuple):
             return f"it is a {type(model).__name__}"
         executor = executor_class(model, **self.options)
         executor.autocast = self.autocast
-        if (reason := reason_under(executor, self.autocast)) is not None:
+        if (reason := why_not_under(executor, self.autocast)) is not None:
             return reason
         if executor.state_key() != self.state_key:
             return "its adapters or constants are others"
-        tensors, buffers = _tensors_of(executor)
-        if int(ChecksumPlan()([*tensors, *buffers])) != int(self.checksum):
+        tensors = executor.tensors()
+        if int(ChecksumPlan()([*tensors.weights, *tensors.buffers])) != int(self.checksum):
             return "its weights changed"
         return None
-
-
-def _tensors_of(executor: ModelExecutor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return (parameters and tensors in plain attributes, buffers)."""
-    # With duplicates of buffers: RoPE modules may make one an alias of another without changing what they compute.
-    parameters, buffers = tensors_inside(executor.model)
-    return watched([*parameters, *executor.plain_tensors()]), watched(buffers)
-
-
-def _signature(tensors: list[torch.Tensor]) -> tuple:
-    # Column by column: tuples of a few hundred tensors would take longer. Inference tensors have no version.
-    without = list(map(torch.Tensor.is_inference, tensors))
-    versions = [0 if none else t._version for t, none in zip(tensors, without, strict=True)]
-    return list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.stride, tensors)), versions

@@ -9,10 +9,13 @@ from functools import cache
 import numpy as np
 import torch
 
-from hf_paged.device.upload import upload
+from hf_paged.device.cuda import upload
 
 # Limits a line to 1 MiB, so that one request's list cannot exhaust the device's memory.
 MOST_NUMBERS = 1 << 18
+# What one table holds before it moves, 1 MiB: settings of so many requests at once, and numbers of a setting. As many
+# biases of tokens as OpenAI's API takes, 300, are 2,101 numbers.
+_FIRST_LINES, _FIRST_WIDTH = 64, 4096
 _LARGEST = float(np.finfo(np.float32).max)
 _NOTHING = np.zeros(1, dtype=np.int32).tobytes()
 
@@ -20,12 +23,14 @@ _NOTHING = np.zeros(1, dtype=np.int32).tobytes()
 class SharedLines:
     """``table`` [lines, width] int32: one line per distinct setting, written once; line 0 is empty.
 
+    A line's numbers say how many they are; what follows them is arbitrary.
+
     Settings are encoded (`encode_tokens`, `encode_rules`, `encode_bars`), as bytes. A line without a slot keeps its
     setting until another setting needs the line.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        self.table = torch.zeros(_FIRST_LINES, _FIRST_WIDTH, dtype=torch.int32, device=device)
         self.moves = 0  # number of reallocations of the table
         self.forget()
 
@@ -69,12 +74,13 @@ class SharedLines:
 
     def _write(self, lines: list[int]) -> None:
         rows = [np.frombuffer(self._settings[line], dtype=np.int32) for line in lines]
-        self._reserve(len(self._users), max(len(row) for row in rows))
-        block = np.zeros((len(rows), self.table.shape[1]), dtype=np.int32)
+        width = max(len(row) for row in rows)
+        self._reserve(len(self._users), width)
+        block = np.zeros((len(rows), width), dtype=np.int32)
         for place, row in zip(block, rows, strict=True):
             place[: len(row)] = row
         device = self.table.device
-        self.table[upload(np.array(lines, dtype=np.int64), device)] = upload(block, device)
+        self.table[upload(np.array(lines, dtype=np.int64), device), :width] = upload(block, device)
 
     def _reserve(self, lines: int, width: int) -> None:
         old = self.table

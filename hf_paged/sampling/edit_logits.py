@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from hf_paged.kernels._checks import Expected, check_logits, check_tensors, position_dtype
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.sampling.edit_reference import EditTable, decay_strength
 from hf_paged.sampling.table import MIN_LENGTH, SamplingTable, int_setting
@@ -253,7 +254,12 @@ def edit_logits(
         ValueError: If shapes, dtypes or strides are not as above.
         RuntimeError: If Triton is not installed.
     """
-    _check(logits, slots, position, history)
+    check_logits(logits)
+    check_tensors(
+        Expected("slots", slots, (len(logits),), torch.int64, contiguous=True),
+        Expected("position", position, (len(logits),), position_dtype(position), contiguous=True),
+        Expected("history", history, (None, None), torch.int32),
+    )
     require_triton()
     num_rows, vocab_size = logits.shape
     scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -325,19 +331,3 @@ def edit_logits(
         if "begin_suppress" in features:
             bar("begin_suppress", at_begin=True)
     return scores
-
-
-def _check(logits: torch.Tensor, slots: torch.Tensor, position: torch.Tensor, history: torch.Tensor) -> None:
-    if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"logits must be [R, V], V > 0, bf16, fp16 or fp32, got {tuple(logits.shape)} {logits.dtype}")
-    if logits.stride(1) != 1:
-        raise ValueError(f"the last dim of logits must be contiguous: strides {logits.stride()}")
-    for name, tensor, dtypes in (
-        ("slots", slots, (torch.int64,)), ("position", position, (torch.int64, torch.int32)),
-    ):
-        if tensor.shape != logits.shape[:1] or tensor.dtype not in dtypes or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be [{len(logits)}] {dtypes[0]}, contiguous, got {tuple(tensor.shape)} {tensor.dtype}"
-            )
-    if history.dim() != 2 or history.dtype != torch.int32 or history.stride(1) != 1:
-        raise ValueError(f"history must be [slots, capacity] int32, got {tuple(history.shape)} {history.dtype}")

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 
 from hf_paged.sampling.edit_lines import encode_bars, encode_rules, encode_tokens, stock_decays_finite_only
+from hf_paged.sampling.gumbel import exponential_noise
+from hf_paged.sampling.sampler import SamplingRows, warped_scores
 from hf_paged.sampling.table import SamplingTable
+
+# The stages behind temperature, which have no kernel: torch runs them, on CUDA without a host sync.
+WARPERS = frozenset({"typical", "epsilon", "eta"})
+# Sorting a row of 150,000 tokens takes some 10 MB.
+_ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,7 @@ def edited_scores(
         bar_repeated_ngrams(scores, table, slots, position, history)
     if "bad_words" in features:
         add_biases(scores, table, "bad_words", slots, position, history)
-    bar(scores, sampling.eos[slots], position < sampling.int_settings(slots).min_length)
+    assign(scores, sampling.eos[slots], -torch.inf, position < sampling.int_settings(slots).min_length)
     if features & {"forced_bos", "forced_eos"}:
         force(scores, table, slots, position)
     if "remove_invalid" in features:
@@ -159,9 +166,9 @@ def edited_scores(
     if "decay" in features:
         favour_eos(scores, table, slots, position)
     if "suppress" in features:
-        bar(scores, tokens_of(table, "suppress", slots))
+        assign(scores, tokens_of(table, "suppress", slots), -torch.inf)
     if "begin_suppress" in features:
-        bar(scores, tokens_of(table, "begin_suppress", slots), position == table.begin[slots])
+        assign(scores, tokens_of(table, "begin_suppress", slots), -torch.inf, position == table.begin[slots])
     return scores
 
 
@@ -172,12 +179,8 @@ def tokens_of(table: EditTable, name: str, slots: torch.Tensor) -> torch.Tensor:
     return tokens.where(torch.arange(tokens.shape[1], device=tokens.device) < count, -1)
 
 
-def bar(scores: torch.Tensor, tokens: torch.Tensor, active: torch.Tensor | None = None) -> None:
-    """Set ``tokens`` [R, N] of the ``active`` rows [R] to -inf; ignores ids outside the vocabulary."""
-    _assign(scores, tokens, -torch.inf, active)
-
-
-def _assign(scores: torch.Tensor, tokens: torch.Tensor, value: float, active: torch.Tensor | None) -> None:
+def assign(scores: torch.Tensor, tokens: torch.Tensor, value: float, active: torch.Tensor | None = None) -> None:
+    """Set ``tokens`` [R, N] of the ``active`` rows [R] to a value; ignores ids outside the vocabulary."""
     there = (tokens >= 0) & (tokens < scores.shape[1])
     if active is not None:
         there &= active[:, None]
@@ -253,7 +256,7 @@ def bar_repeated_ngrams(
         tokens = history[slots[row], :length].long()
         windows = tokens.unfold(0, size, 1)
         repeated = (windows[:, :-1] == tokens[length + 1 - size :]).all(dim=1)
-        bar(scores[row : row + 1], windows[repeated, -1][None])
+        assign(scores[row : row + 1], windows[repeated, -1][None], -torch.inf)
 
 
 def force(scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position: torch.Tensor) -> None:
@@ -261,8 +264,8 @@ def force(scores: torch.Tensor, table: EditTable, slots: torch.Tensor, position:
     bos = table.forced_bos[slots]
     at_begin, at_end = (position == 1) & (bos >= 0), position == table.forced_eos_at[slots]
     scores.masked_fill_((at_begin | at_end)[:, None], -torch.inf)
-    _assign(scores, bos[:, None], 0.0, at_begin & ~at_end)
-    _assign(scores, tokens_of(table, "forced_eos", slots), 0.0, at_end)
+    assign(scores, bos[:, None], 0.0, at_begin & ~at_end)
+    assign(scores, tokens_of(table, "forced_eos", slots), 0.0, at_end)
 
 
 def remove_invalid(scores: torch.Tensor, table: EditTable, slots: torch.Tensor) -> torch.Tensor:
@@ -287,3 +290,77 @@ def favour_eos(scores: torch.Tensor, table: EditTable, slots: torch.Tensor, posi
     if stock_decays_finite_only():
         penalty = penalty.masked_fill(~score.isfinite(), 0.0)
     scores[row, eos[row, at]] = score + penalty
+
+
+def settle_extremes(scores: torch.Tensor, rows: SamplingRows) -> None:
+    """Adjust sampled rows whose best score is the largest or smallest finite number, made by `remove_invalid`.
+
+    Stock adds no noise to such scores: ties are equally likely, so the row is shifted to a best score of 0. If the
+    temperature would make the score infinite, stock raises, and a NaN marks the row as invalid.
+    """
+    top, largest = scores.amax(dim=-1), torch.finfo(torch.float32).max
+    extreme = rows.drawn & (top.abs() == largest)
+    scores.sub_(top.where(extreme, 0.0)[:, None])
+    trips = extreme & (top / rows.temperature).isinf()
+    scores[:, 0] = scores[:, 0].where(~trips, torch.nan)
+
+
+def renormalize_greedy(scores: torch.Tensor, rows: SamplingRows, wanted: torch.Tensor) -> torch.Tensor:
+    """Apply log-softmax to the greedy rows among ``wanted`` [R], whose rounding makes ties; sampling is unaffected."""
+    return torch.where(((wanted > 0) & ~rows.drawn)[:, None], scores.log_softmax(dim=-1), scores)
+
+
+def warpers_of(
+    rows: SamplingRows, table: EditTable, slots: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Return the arguments of `cut_off` besides the scores, and bool [R]: the rows that it changes."""
+    typical_p, epsilon, eta = filters = table.typical_p[slots], table.epsilon_cutoff[slots], table.eta_cutoff[slots]
+    return filters, rows.drawn & ((typical_p < 1.0) | (epsilon > 0.0) | (eta > 0.0))
+
+
+def draw_warped(
+    scores: torch.Tensor, rows: SamplingRows, table: EditTable, slots: torch.Tensor, tokens: torch.Tensor,
+    logprob: torch.Tensor | None,
+) -> None:
+    """Sample rows with typical, epsilon or eta filters again, into ``tokens`` [R] and ``logprob``; -1 stays."""
+    filters, wanted = warpers_of(rows, table, slots)
+    wanted &= tokens >= 0
+    rows = rows._replace(temperature=rows.temperature.where(rows.drawn, 1.0))
+    for start in range(0, len(tokens), _ROWS_AT_ONCE):
+        some = slice(start, start + _ROWS_AT_ONCE)
+        part = rows.at(some)
+        kept = cut_off(warped_scores(scores[some], part), *(column[some] for column in filters))
+        noise = exponential_noise(part.seed, part.position, scores.shape[1])
+        drawn = (kept - noise.log_()).argmax(dim=-1)
+        tokens[some] = drawn.where(wanted[some], tokens[some])
+        if logprob is not None:
+            known = kept.log_softmax(dim=-1).gather(1, drawn[:, None])[:, 0]
+            logprob[some] = known.where(wanted[some], logprob[some])
+
+
+def cut_off(
+    scores: torch.Tensor, typical_p: torch.Tensor, epsilon_cutoff: torch.Tensor, eta_cutoff: torch.Tensor
+) -> torch.Tensor:
+    """Apply typical, epsilon and eta filters to ``scores`` [R, V]; settings [R], 1, 0 and 0 in rows without them."""
+    normalized = scores.log_softmax(dim=-1)
+    entropy = -(normalized * normalized.exp()).nansum(dim=-1, keepdim=True)
+    surprise = (-normalized - entropy).abs()
+    ascending, order = surprise.sort(dim=-1)
+    mass = scores.gather(1, order).softmax(dim=-1).cumsum(dim=-1)
+    last = (mass < typical_p[:, None]).sum(dim=-1, keepdim=True).clamp_(max=scores.shape[1] - 1)
+    beyond = ascending > ascending.gather(1, last)
+    beyond[:, 0] = False
+    beyond &= (typical_p < 1.0)[:, None]
+    scores = scores.masked_fill(torch.zeros_like(beyond).scatter_(1, order, beyond), -torch.inf)
+
+    scores = _drop_below(scores, epsilon_cutoff)
+    normalized = scores - scores.logsumexp(dim=-1, keepdim=True)
+    least = torch.finfo(scores.dtype).min
+    entropy = -(normalized.clamp(min=least) * normalized.softmax(dim=-1)).sum(dim=-1)
+    return _drop_below(scores, torch.minimum(eta_cutoff, eta_cutoff.sqrt() * torch.exp(-entropy)))
+
+
+def _drop_below(scores: torch.Tensor, probability: torch.Tensor) -> torch.Tensor:
+    """Set less probable tokens to -inf, except the best."""
+    unlikely = scores.softmax(dim=-1) < probability[:, None]
+    return scores.masked_fill(unlikely & (scores < scores.amax(dim=-1, keepdim=True)), -torch.inf)

@@ -8,55 +8,29 @@ run, without a host sync; on a CPU `edit_reference`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hf_paged.device.upload import upload
-from hf_paged.sampling.edit_lines import SharedLines, float_line, int_line, stock_decays_finite_only
+from hf_paged.device.cuda import upload
+from hf_paged.sampling.edit_lines import SharedLines, stock_decays_finite_only
 from hf_paged.sampling.edit_logits import edit_logits
-from hf_paged.sampling.edit_reference import FLOATS, LISTS, NEUTRAL, NUMBERS, Edits, EditTable, edited_scores
-from hf_paged.sampling.edit_warpers import WARPERS, draw_warped, renormalize_greedy, settle_extremes
-from hf_paged.sampling.sample_tokens import sample_tokens
-from hf_paged.sampling.sampler import SamplingRows, log_probs_reference, sample_reference
+from hf_paged.sampling.edit_reference import (
+    FLOATS,
+    LISTS,
+    NUMBERS,
+    WARPERS,
+    EditTable,
+    draw_warped,
+    edited_scores,
+    renormalize_greedy,
+    settle_extremes,
+)
+from hf_paged.sampling.log_probs import NO_LOG_PROBS, top_processed
+from hf_paged.sampling.sampler import SamplingRows, sample
+from hf_paged.sampling.slot_row import NEUTRAL_ROW, SlotRow
 from hf_paged.sampling.table import SamplingTable
-from hf_paged.sampling.token_log_probs import NO_LOG_PROBS
 from hf_paged.sampling.token_mask import TokenMasks, mask_tokens
-from hf_paged.sampling.top_log_probs import top_processed
-
-
-class EditLines(NamedTuple):
-    """`Edits` of one request in the encoding of `EditState` (see `EditTable`), which a step only copies."""
-
-    features: frozenset[str]
-    floats: np.ndarray  # of `FLOATS`, float32
-    factor: float
-    numbers: np.ndarray  # of `NUMBERS`, int64
-    lists: tuple[bytes, ...]  # of `LISTS`, each int32
-
-
-def encode_edits(edits: Edits, prompt_length: int, max_length: int, eos: tuple[int, ...]) -> EditLines:
-    """Encode the edits of one request.
-
-    Args:
-        prompt_length, max_length: Tokens of the prompt as given, and maximum tokens of the whole sequence.
-        eos: Token ids that the length penalty favours.
-
-    Raises:
-        ValueError: If the tables cannot hold a number or a list; the error names the setting.
-    """
-    return _NEUTRAL_LINES if edits == NEUTRAL else _encode(edits, prompt_length, max_length, eos)
-
-
-def _encode(edits: Edits, prompt_length: int, max_length: int, eos: tuple[int, ...]) -> EditLines:
-    floats = float_line(", ".join(FLOATS), [read(edits) for read in FLOATS.values()])
-    numbers = int_line("lengths and token ids", [read(edits, prompt_length, max_length) for read in NUMBERS.values()])
-    lists = tuple(read(edits, eos).tobytes() for read in LISTS.values())
-    return EditLines(edits.features(), floats, float(edits.decay_factor), numbers, lists)
-
-
-_NEUTRAL_LINES = _encode(NEUTRAL, 0, 0, ())
 
 
 class EditState:
@@ -67,8 +41,8 @@ class EditState:
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
-        floats = torch.tensor(_NEUTRAL_LINES.floats, dtype=torch.float32, device=device)[:, None]
-        ints = (*_NEUTRAL_LINES.numbers.tolist(), *[0] * len(LISTS))
+        floats = torch.tensor(NEUTRAL_ROW.edit_floats, dtype=torch.float32, device=device)[:, None]
+        ints = (*NEUTRAL_ROW.edit_numbers.tolist(), *[0] * len(LISTS))
         numbers = torch.tensor(ints, dtype=torch.int64, device=device)[:, None]
         self._neutral = floats, numbers
         self._floats, self._ints = floats.repeat(1, num_slots + 1), numbers.repeat(1, num_slots + 1)
@@ -106,7 +80,7 @@ class EditState:
             lists={name: lists.table for name, lists in self._lists.items()},
         )
 
-    def put(self, slots: np.ndarray, edits: Sequence[EditLines]) -> None:
+    def put(self, slots: np.ndarray, rows: Sequence[SlotRow]) -> None:
         """Set the edits of the requests that got ``slots`` [N], replacing those of the slots' former requests.
 
         Does not wait for the device. After an exception in an earlier call all other slots are neutral, since running
@@ -114,19 +88,21 @@ class EditState:
         """
         if self._half_written:
             self._forget()
-        every = zip(np.asarray(slots).tolist(), edits, strict=True)
-        changed = [(slot, e) for slot, e in every if e.features or slot in self._edited]
+        every = zip(np.asarray(slots).tolist(), rows, strict=True)
+        changed = [(slot, row) for slot, row in every if row.stages or slot in self._edited]
         if not changed:
             return
         self._half_written = True
         places = [slot for slot, _ in changed]
-        for slot, e in changed:
-            (self._edited.add if e.features else self._edited.discard)(slot)
-        lines = [self._lists[name].assign(places, [e.lists[i] for _, e in changed]) for i, name in enumerate(LISTS)]
+        for slot, row in changed:
+            (self._edited.add if row.stages else self._edited.discard)(slot)
+        lines = [self._lists[name].assign(places, [row.edit_lists[i] for _, row in changed])
+                 for i, name in enumerate(LISTS)]
         index = upload(np.array(places, dtype=np.int64), self._device)
-        self._floats[:, index] = upload(np.stack([e.floats for _, e in changed], axis=1), self._device)
-        self._factors[index] = upload(np.array([e.factor for _, e in changed], dtype=np.float64), self._device)
-        ints = np.concatenate([np.stack([e.numbers for _, e in changed], axis=1), np.array(lines, dtype=np.int64)])
+        self._floats[:, index] = upload(np.stack([row.edit_floats for _, row in changed], axis=1), self._device)
+        self._factors[index] = upload(np.array([row.edit_factor for _, row in changed], dtype=np.float64), self._device)
+        numbers = np.stack([row.edit_numbers for _, row in changed], axis=1)
+        ints = np.concatenate([numbers, np.array(lines, dtype=np.int64)])
         self._ints[:, index] = upload(ints, self._device)
         self._half_written = False
 
@@ -145,8 +121,7 @@ class EditState:
 def sample_edited(
     logits: torch.Tensor, sampling_table: SamplingTable, edit_state: EditState, slots: torch.Tensor,
     position: torch.Tensor, history: torch.Tensor, features: frozenset[str], logprob: torch.Tensor | None = None,
-    tops: Mapping[str, torch.Tensor] = NO_LOG_PROBS,
-    masks: TokenMasks | None = None,
+    tops: Mapping[str, torch.Tensor] = NO_LOG_PROBS, masks: TokenMasks | None = None,
 ) -> torch.Tensor:
     """Sample one token per row from edited logits: `sample_tokens` after the processors of each row's slot.
 
@@ -179,24 +154,16 @@ def sample_edited(
         mask_tokens(scores, masks)
     # The edits have barred EOS in stock's order; barring it here again would undo later stages.
     table = sampling_table._replace(eos=sampling_table.eos[:, :0])
-    on_cuda, torch_stages = logits.is_cuda, features & {"remove_invalid", "renormalize", *WARPERS}
-    if on_cuda and not torch_stages and not tops:
-        return sample_tokens(scores, table, slots, position, history=history, logprob=logprob)
-    rows, warped = SamplingRows.of(table, slots, position), bool(features & WARPERS)
+    if not tops and not features & {"remove_invalid", "renormalize", *WARPERS}:
+        return sample(scores, table, slots, position, history, logprob)
+    rows = SamplingRows.of(table, slots, position)
     if "remove_invalid" in features:
         settle_extremes(scores, rows)
     if "renormalize" in features:
         scores = renormalize_greedy(scores, rows, edit.renormalize[slots])
-    if on_cuda:
-        tokens = sample_tokens(scores, table, slots, position, history=history, logprob=logprob)
-    else:
-        tokens = sample_reference(scores, rows)
-        if logprob is not None:
-            logprob.copy_(log_probs_reference(scores, rows, tokens))
-    if warped:
+    tokens = sample(scores, table, slots, position, history, logprob)
+    if features & WARPERS:
         draw_warped(scores, rows, edit, slots, tokens, logprob)
-    top_processed(scores, rows, features, tops, edit, slots)
-    if warped or not on_cuda:
-        # An invalid row (-1) ends at commit, but an overlapping step needs a valid token id.
         history[slots, rows.position] = tokens.clamp(min=0).to(torch.int32)
+    top_processed(scores, rows, features, tops, edit, slots)
     return tokens

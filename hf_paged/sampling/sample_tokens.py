@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from hf_paged.kernels._checks import Expected, check_logits, check_tensors, position_dtype
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.sampling._filtered_token import (
     filtered_token,
@@ -49,6 +50,17 @@ def first_of_best(value, index, among):
     """Return the lowest ``index`` with the largest value ``among`` the marked; 2**31 - 1 if none is marked."""
     best = tl.max(tl.where(among, value, float("-inf")), 0)
     return tl.min(tl.where(among & (value == best), index, 0x7FFFFFFF), 0)
+
+
+@jit()
+def best_of_group(logits, token, end, eos, num_eos, eos_barred, temperature, key0, key1, INTERPRETED: tl.constexpr):
+    """Return the scores of a group's tokens, those before ``end``, and the best one, for a temperature perturbed."""
+    scores = load_scores(logits, token, token < end, eos, num_eos, eos_barred)
+    value, among = scores, token < end
+    if temperature != 0.0:
+        value = tl.div_rn(scores, temperature) + gumbel_noise(token, key0, key1, INTERPRETED)
+        among = scores > float("-inf")
+    return scores, first_of_best(value, token, among)
 
 
 @jit()
@@ -156,12 +168,9 @@ def _choose_kernel(
                 noise = gumbel_noise(group.to(tl.uint32) + GROUP_STREAM, key0, key1, INTERPRETED)
                 value, among = tl.div_rn(tops, temperature) + tl.log(masses) + noise, live
             at = first_of_best(value, group, among) * GROUP + tl.arange(0, GROUP)
-            scores = load_scores(logits, at, at < vocab_size, eos, num_eos, eos_barred)
-            value, among = scores, at < vocab_size
-            if drawn:
-                value = tl.div_rn(scores, temperature) + gumbel_noise(at, key0, key1, INTERPRETED)
-                among = scores > float("-inf")
-            token = first_of_best(value, at, among)
+            scores, token = best_of_group(
+                logits, at, vocab_size, eos, num_eos, eos_barred, temperature, key0, key1, INTERPRETED
+            )
             score = tl.max(tl.where(at == token, scores, float("-inf")), 0)
     tl.store(out + row, token.to(tl.int64))
     if LOGPROB:
@@ -191,12 +200,12 @@ def sample_tokens(
             (greedy: softmax of the logits, EOS barred); NaN for an invalid row.
 
     Returns:
-            ``[R]`` int64; greedy ties go to the lowest index. -1 where stock's ``argmax`` or ``multinomial`` would
-            fail: NaN anywhere in the row; when sampling, also +inf or no score above -inf.
+        ``[R]`` int64; greedy ties go to the lowest index. -1 where stock's ``argmax`` or ``multinomial`` would fail:
+        NaN anywhere in the row; when sampling, also +inf or no score above -inf.
 
-        Raises:
-            ValueError: If shapes, dtypes or strides are not as above.
-            RuntimeError: If Triton is not installed.
+    Raises:
+        ValueError: If shapes, dtypes or strides are not as above.
+        RuntimeError: If Triton is not installed.
     """
     _check(logits, table, slots, position, history, logprob)
     require_triton()
@@ -214,44 +223,19 @@ def sample_tokens(
     settings = (logits, *table, slots, position, group_top, group_mass, piece_top)
     with on_device_of(logits):
         group_stats_kernel[(num_rows, -(-num_groups // groups_each))](
-            *settings,
-            logits.stride(0),
-            vocab_size,
-            num_groups,
-            groups_each,
-            table.eos.shape[1],
-            0,
-            GROUP=GROUP_SIZE,
-            PIECE=_PIECE,
-            LOGPROB=logprob is not None,
+            *settings, logits.stride(0), vocab_size, num_groups, groups_each, table.eos.shape[1], 0,
+            GROUP=GROUP_SIZE, PIECE=_PIECE, LOGPROB=logprob is not None,
             num_warps=1,  # a group of 1024 is four 16-byte loads per thread, and its sums need no barrier
             enable_fp_fusion=False,
         )
         _choose_kernel[(num_rows,)](
-            *settings,
-            listed,
-            held_score,
-            held_token,
-            out,
-            out if logprob is None else logprob,
-            out if history is None else history,
-            logits.stride(0),
-            vocab_size,
-            num_groups,
-            table.eos.shape[1],
+            *settings, listed, held_score, held_token, out, out if logprob is None else logprob,
+            out if history is None else history, logits.stride(0), vocab_size, num_groups, table.eos.shape[1],
             0 if history is None else history.stride(0),
-            GROUP=GROUP_SIZE,
-            GROUPS_PAD=triton.next_power_of_2(num_groups),
-            GROUP_STREAM=GROUP_STREAM,
-            PIECE=_PIECE,
-            HELD=_HELD,
-            HELD_TILE=_HELD_TILE,
-            PIECE_TILE=_PIECE_TILE,
-            ROW_TILE=_ROW_TILE,
+            GROUP=GROUP_SIZE, GROUPS_PAD=triton.next_power_of_2(num_groups), GROUP_STREAM=GROUP_STREAM, PIECE=_PIECE,
+            HELD=_HELD, HELD_TILE=_HELD_TILE, PIECE_TILE=_PIECE_TILE, ROW_TILE=_ROW_TILE,
             SHIFT={torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[logits.dtype],
-            HISTORY=history is not None,
-            LOGPROB=logprob is not None,
-            INTERPRETED=triton.knobs.runtime.interpret,
+            HISTORY=history is not None, LOGPROB=logprob is not None, INTERPRETED=triton.knobs.runtime.interpret,
             num_warps=8,
             maxnreg=128,  # two programs per multiprocessor: 256 rows run at once on a large GPU
             enable_fp_fusion=False,
@@ -263,26 +247,18 @@ def _check(
     logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, position: torch.Tensor,
     history: torch.Tensor | None, logprob: torch.Tensor | None,
 ) -> None:
-    if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"logits must be [R, V], V > 0, bf16, fp16 or fp32, got {tuple(logits.shape)} {logits.dtype}")
-    if logits.stride(1) != 1:
-        raise ValueError(f"the last dim of logits must be contiguous: strides {logits.stride()}")
-    lines = len(table.floats)
-    for name, tensor, shape, dtypes in (
-        ("floats", table.floats, (lines, NUM_FLOATS), (torch.float32,)),
-        ("ints", table.ints, (lines, NUM_INTS), (torch.int64,)),
-        ("eos", table.eos, (lines, table.eos.shape[-1]), (torch.int64,)),
-        ("slots", slots, logits.shape[:1], (torch.int64,)),
-        ("position", position, logits.shape[:1], (torch.int64, torch.int32)),
-        ("logprob", logprob, logits.shape[:1], (torch.float32,)),
-    ):
-        if tensor is None:
-            continue
-        if tensor.shape != torch.Size(shape) or tensor.dtype not in dtypes or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be {list(shape)} {dtypes[0]}, contiguous, got {tuple(tensor.shape)} {tensor.dtype}"
-            )
-    if history is not None and (
-        history.dim() != 2 or len(history) < lines or history.dtype != torch.int32 or history.stride(1) != 1
-    ):
-        raise ValueError(f"history must be [>= {lines}, capacity] int32, got {tuple(history.shape)} {history.dtype}")
+    check_logits(logits)
+    rows, lines = len(logits), len(table.floats)
+    check_tensors(
+        Expected("floats", table.floats, (lines, NUM_FLOATS), torch.float32, contiguous=True),
+        Expected("ints", table.ints, (lines, NUM_INTS), torch.int64, contiguous=True),
+        Expected("eos", table.eos, (lines, None), torch.int64, contiguous=True),
+        Expected("slots", slots, (rows,), torch.int64, contiguous=True),
+        Expected("position", position, (rows,), position_dtype(position), contiguous=True),
+    )
+    if logprob is not None:
+        check_tensors(Expected("logprob", logprob, (rows,), torch.float32, contiguous=True))
+    if history is not None:
+        check_tensors(Expected("history", history, (None, None), torch.int32))
+        if len(history) < lines:
+            raise ValueError(f"history must have at least {lines} lines, got {len(history)}")

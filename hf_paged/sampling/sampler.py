@@ -63,8 +63,7 @@ class SamplingRows(NamedTuple):
         """Return bool [R], True for rows sampled with top-k, top-p or min-p."""
         return self.drawn & ((self.top_k > 0) | (self.one_minus_top_p > 0.0) | (self.min_p > 0.0))
 
-    def at(self, index: torch.Tensor) -> SamplingRows:
-        """Return the rows at ``index``."""
+    def at(self, index: torch.Tensor | slice) -> SamplingRows:
         return SamplingRows(*(column[index] for column in self))
 
 
@@ -74,7 +73,7 @@ def sample_reference(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     A row is invalid if stock's `argmax` or `multinomial` would fail on it: with NaN anywhere; when sampling, also with
     +inf or without a score above -inf. Greedy ties go to the lowest index.
     """
-    scores = _bar_eos(logits.float(), rows)
+    scores = bar_eos(logits.float(), rows)
     tokens = scores.argmax(dim=-1)
     top = scores.gather(1, tokens[:, None])[:, 0]  # argmax treats NaN as the largest
     if not rows.drawn.any():
@@ -96,7 +95,7 @@ def sample_reference(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 def log_probs_reference(logits: torch.Tensor, rows: SamplingRows, tokens: torch.Tensor) -> torch.Tensor:
     """Return log-probabilities float32 [R] of ``tokens`` [R] under their sampling distribution; NaN for -1."""
-    scores = _bar_eos(logits.float(), rows)
+    scores = bar_eos(logits.float(), rows)
     drawn = rows._replace(temperature=rows.temperature.where(rows.drawn, 1.0))
     filtered = rows.filtered[:, None]
     scores = processed_scores(scores, drawn).where(filtered, scores / drawn.temperature[:, None])
@@ -150,7 +149,7 @@ def min_p_filtered(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return scores.masked_fill(probs < floor, -torch.inf)
 
 
-def _bar_eos(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def bar_eos(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Set EOS to -inf in rows below their minimum length."""
     barred = (rows.position < rows.min_length)[:, None] & (rows.eos >= 0)
     if not barred.any():

@@ -14,8 +14,8 @@ import torch
 
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 from hf_paged.sampling.gumbel import GROUP_STREAM, gumbel_noise, row_keys
-from hf_paged.sampling.sample_tokens import GROUP_SIZE, PROGRAMS, first_of_best, group_stats_kernel, load_scores
-from hf_paged.sampling.sampler import drawn_in_groups
+from hf_paged.sampling.sample_tokens import GROUP_SIZE, PROGRAMS, best_of_group, first_of_best, group_stats_kernel
+from hf_paged.sampling.sampler import SamplingRows, bar_eos, drawn_in_groups
 from hf_paged.sampling.table import MIN_LENGTH, SEED, TEMPERATURE, SamplingTable, float_setting, int_setting
 
 NO_TOKEN = -(2**63)  # below every key: the rank has no token for the row
@@ -64,23 +64,17 @@ def keys_of(tokens: torch.Tensor) -> torch.Tensor:
 
 def best_of_shard_reference(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
                             position: torch.Tensor) -> torch.Tensor:
-    """Compute :func:`best_of_shard` in plain torch."""
-    count, place = columns.end - columns.first, position.long()
-    scores = logits[:, :count].float()
-    seed, _, min_length = table.int_settings(slots)
-    eos = table.eos[slots]
-    tokens = torch.arange(columns.first, columns.end, device=logits.device)
-    barred = (place < min_length)[:, None, None] & (eos[:, :, None] == tokens)
-    scores = scores.masked_fill(barred.any(dim=1), -torch.inf)
-    temperature = table.float_settings(slots).temperature
-    drawn = temperature != 0.0
+    count, rows = columns.end - columns.first, SamplingRows.of(table, slots, position)
+    eos, drawn = rows.eos - columns.first, rows.drawn
+    scores = bar_eos(logits[:, :count].float(), rows._replace(eos=eos.where(eos < count, -1)))
     top, token = scores.amax(dim=-1), scores.argmax(dim=-1)
     invalid = scores.isnan().any(dim=-1) | (drawn & (top == torch.inf))
     value = top.clone()
     if drawn.any():
-        rows = drawn.nonzero().flatten()
-        value[rows], token[rows] = drawn_in_groups(
-            scores[rows] / temperature[rows, None], seed[rows], place[rows], columns.first
+        where = drawn.nonzero().flatten()
+        some = rows.at(where)
+        value[where], token[where] = drawn_in_groups(
+            scores[where] / some.temperature[:, None], some.seed, some.position, columns.first
         )
     keys = _packed(value, token + columns.first)
     keys[drawn & (top == -torch.inf)] = NO_TOKEN
@@ -94,7 +88,6 @@ def _packed(value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
 
 def settle_tokens_reference(keys: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
                             history: torch.Tensor) -> torch.Tensor:
-    """Compute :func:`settle_tokens` in plain torch."""
     invalid = (keys == INVALID) | (keys == NO_TOKEN)
     tokens = (_TOKEN_BITS - (keys & _TOKEN_BITS)).masked_fill(invalid, -1)
     history[slots, position.long()] = tokens.clamp(min=0).to(history.dtype)
@@ -124,12 +117,10 @@ def _best_of_shard_kernel(
     best = tl.max(tl.where(among, value, float("-inf")), 0)
     chosen = first_of_best(value, group, among)
     at = first + chosen * GROUP + tl.arange(0, GROUP)
-    scores = load_scores(logits + row * row_stride - first, at, at < end, eos + slot * num_eos, num_eos, eos_barred)
-    value, among = scores, at < end
-    if drawn:
-        value = tl.div_rn(scores, temperature) + gumbel_noise(at, key0, key1, INTERPRETED)
-        among = scores > float("-inf")
-    token = first_of_best(value, at, among)
+    _, token = best_of_group(
+        logits + row * row_stride - first, at, end, eos + slot * num_eos, num_eos, eos_barred, temperature, key0, key1,
+        INTERPRETED,
+    )
 
     bits = (best + 0.0).to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
@@ -143,7 +134,6 @@ def _best_of_shard_kernel(
 
 def best_of_shard_triton(logits: torch.Tensor, columns: Columns, table: SamplingTable, slots: torch.Tensor,
                          position: torch.Tensor) -> torch.Tensor:
-    """Compute :func:`best_of_shard` by two Triton launches."""
     require_triton()
     num_rows, device = len(logits), logits.device
     out = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -182,7 +172,6 @@ def _settle_tokens_kernel(keys, slots, position, history, out, num_rows, history
 
 def settle_tokens_triton(keys: torch.Tensor, slots: torch.Tensor, position: torch.Tensor,
                          history: torch.Tensor) -> torch.Tensor:
-    """Compute :func:`settle_tokens` by one Triton launch."""
     require_triton()
     out = torch.empty(len(keys), dtype=torch.int64, device=keys.device)
     if len(keys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,10 +41,6 @@ class Drawing:
         """Whether top-k, top-p or min-p decide."""
         return self.do_sample and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
-    def drawing(self) -> dict[str, Any]:
-        """The fields of this class alone, of a class that adds others."""
-        return {field.name: getattr(self, field.name) for field in fields(Drawing)}
-
     def floats(self) -> FloatSettings:
         """The request's line of `SamplingTable.floats`."""
         return FloatSettings(temperature=self.temperature * self.do_sample, one_minus_top_p=1.0 - self.top_p,
@@ -53,6 +49,9 @@ class Drawing:
     def ints(self, seed: int, min_length: int) -> IntSettings:
         """The request's line of `SamplingTable.ints`."""
         return IntSettings(seed=seed, top_k=self.top_k, min_length=min_length)
+
+
+GREEDY = Drawing()
 
 
 class SamplingTable(NamedTuple):
@@ -69,11 +68,10 @@ class SamplingTable(NamedTuple):
         return IntSettings(*self.ints[slots].unbind(1))
 
 
-TEMPERATURE, ONE_MINUS_TOP_P, MIN_P = column_numbers(FloatSettings)
-SEED, TOP_K, MIN_LENGTH = column_numbers(IntSettings)
+TEMPERATURE, ONE_MINUS_TOP_P, MIN_P, _NUM_FLOATS = column_numbers(FloatSettings)
+SEED, TOP_K, MIN_LENGTH, _NUM_INTS = column_numbers(IntSettings)
 FLOAT_NAMES, INT_NAMES = "temperature, 1 - top_p, min_p", "seed, top_k, min_new_tokens"  # as an error names columns
 NUM_FLOATS, NUM_INTS = len(FloatSettings._fields), len(IntSettings._fields)
-_NUM_FLOATS, _NUM_INTS = (NUM_FLOATS, NUM_INTS) if tl is None else (tl.constexpr(NUM_FLOATS), tl.constexpr(NUM_INTS))
 
 
 @jit()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_paged.device.upload import upload
+from hf_paged.device.cuda import upload
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl, triton
 
 _TILE = 4096
@@ -68,7 +68,6 @@ def mask_tokens(logits: torch.Tensor, masks: TokenMasks, first: int = 0) -> torc
 
 
 def mask_tokens_reference(logits: torch.Tensor, masks: TokenMasks, first: int = 0) -> torch.Tensor:
-    """Compute :func:`mask_tokens` in plain torch."""
     words, lines = masks
     rows = (lines >= 0).nonzero().flatten()
     if not len(rows):

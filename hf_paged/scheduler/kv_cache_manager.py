@@ -8,33 +8,25 @@ import numpy as np
 
 from hf_paged.scheduler import block_pool
 from hf_paged.scheduler.block_pool import ROOT_DIGEST, ROOT_PREFIX_ID, BlockPool, KVBlock
+from hf_paged.scheduler.plan import SchedulerConfig
 from hf_paged.scheduler.sequence import Sequence
 
 
 class KVCacheManager:
     """Gives blocks to sequences and keeps the prefix cache.
 
-    Args:
-        block_size: Tokens per block, a power of two.
-        num_blocks: Total, the null block included.
-        enable_prefix_caching: False disables hashing and hits.
-        max_model_len: Maximum number of tokens of a sequence.
-
     ``prefix_cache_queries`` and ``prefix_cache_hits`` count tokens, of first admissions only.
     """
 
-    def __init__(self, block_size: int, num_blocks: int, enable_prefix_caching: bool, max_model_len: int) -> None:
-        if block_size < 1 or block_size & (block_size - 1):
-            raise ValueError(f"block_size is {block_size}; a power of two is needed")
-        self.block_size = block_size
-        self.max_model_len = max_model_len
-        self.enable_prefix_caching = enable_prefix_caching
-        self.block_pool = BlockPool(num_blocks, enable_prefix_caching)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.block_size = config.block_size
+        self.max_model_len = config.max_model_len
+        self.enable_prefix_caching = config.enable_prefix_caching
+        self.block_pool = BlockPool(config.num_blocks)
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def get_computed_blocks(self, seq: Sequence) -> tuple[list[KVBlock], int]:
@@ -66,9 +58,6 @@ class KVCacheManager:
         # A hit in the free queue leaves the queue, so it cannot be allocated as a new block too.
         return wanted - (self.block_pool.num_free - sum(block.ref_count == 0 for block in hits))
 
-    def can_allocate(self, seq: Sequence, num_tokens: int, hits: Seq[KVBlock] = ()) -> bool:
-        return self.shortage(seq, num_tokens, hits) <= 0
-
     def allocate_slots(self, seq: Sequence, num_tokens: int, hits: Seq[KVBlock] = ()) -> list[int] | None:
         """Extend the block table by the hits and by new blocks until it holds num_tokens.
 
@@ -76,7 +65,7 @@ class KVCacheManager:
         """
         if num_tokens > self.max_model_len:
             raise ValueError(f"{num_tokens} tokens asked for, max_model_len is {self.max_model_len}")
-        if not self.can_allocate(seq, num_tokens, hits):
+        if self.shortage(seq, num_tokens, hits) > 0:
             return None
         self.block_pool.touch(hits)
         wanted = self.num_blocks_for(num_tokens) - len(seq.block_table) - len(hits)
@@ -132,7 +121,6 @@ class KVCacheManager:
         seq.prefix_digest = ROOT_DIGEST
 
     def unpublish(self, seq: Sequence) -> None:
-        """Remove all blocks of the sequence from the prefix cache."""
         self.block_pool.unpublish([self.block_pool.blocks[i] for i in seq.block_table])
 
     def has_older_hit(self, token_ids: Seq[int], cache_key: bytes = b"") -> bool:

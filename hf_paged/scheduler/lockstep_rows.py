@@ -82,7 +82,6 @@ class LockstepRows:
 
     @property
     def max_step_tokens(self) -> int:
-        """Return the maximum number of tokens of one plan."""
         return self._scheduler.config.max_num_batched_tokens
 
     def prompt_plans(self) -> Iterator[StepPlan]:
@@ -119,7 +118,6 @@ class LockstepRows:
 
     @property
     def has_planned_prompts(self) -> bool:
-        """True if `prompt_plans` has yielded its last plan."""
         return all(seq.num_prompt_tokens <= length
                    for seq, length in zip(self.sequences, self.lengths.tolist(), strict=True))
 
@@ -271,7 +269,6 @@ class LockstepRows:
         self._manager.free(seq)
 
     def _make_room(self, count: int) -> None:
-        """Free blocks until `count` are free."""
         while (missing := count - self._manager.block_pool.num_free) > 0:
             self._grow(missing)
 

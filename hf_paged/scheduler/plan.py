@@ -1,33 +1,40 @@
-"""Input and output types of a scheduler."""
+"""Input and output types of a scheduler, and the rows of draft tokens (guesses at the next tokens) in a plan."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hf_paged.scheduler.block_pool import KVBlock
-from hf_paged.scheduler.prefix_groups import PrefixGroups
-from hf_paged.scheduler.prefix_tree import PrefixTree
+from hf_paged.scheduler.prefix_tree import PrefixGroups, PrefixTree
 from hf_paged.scheduler.sequence import Sequence
+
+# Tokens by slot that may follow the last known token of the slot's sequence.
+Drafts = Mapping[int, Seq[int]]
+NO_DRAFTS: Drafts = MappingProxyType({})
+# Maximum of decode rows in a step with drafts, the rows of drafts included.
+MOST_GUESSING_ROWS = 128
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Sizes of a scheduler.
+    """Sizes of a scheduler, most of them as `PagedConfig` checks them.
 
     Args:
         block_size: Tokens per cache block, a power of two.
-        num_blocks: Blocks in the pool at the start, the null block included.
+        num_blocks: Blocks in the pool at the start, the null block included; at least 2.
         max_num_seqs: Maximum of running sequences, and the number of slots.
         max_num_batched_tokens: Tokens computed in one step, at least max_num_seqs so that no decode row waits.
         max_model_len: Maximum number of tokens of a sequence, prompt and output together.
         group_prefixes: If False, plans have neither `groups` nor `prompt_groups`.
 
     Raises:
-        ValueError: If a size is out of range.
+        ValueError: If max_model_len is below 2.
     """
 
     block_size: int
@@ -39,17 +46,6 @@ class SchedulerConfig:
     group_prefixes: bool = True
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size is {self.block_size}; a power of two is needed")
-        if self.num_blocks < 2:
-            raise ValueError(f"num_blocks is {self.num_blocks}; at least 2 are needed, since block 0 is never used")
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs is {self.max_num_seqs}; at least 1 is needed")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}; at least max_num_seqs "
-                f"({self.max_num_seqs}) is needed, or running sequences would have to wait"
-            )
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len is {self.max_model_len}; at least 2 (a prompt token, an output token)")
 
@@ -106,7 +102,6 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens computed in this step."""
         return int(self.num_new_tokens.sum())
 
     def behind(self, rows: Seq[StepPlan]) -> StepPlan:
@@ -115,22 +110,16 @@ class StepPlan:
             return self
         plans = [*rows, self]
         updates = zip(*(plan.block_updates for plan in plans), strict=True)
-
-        def column(name: str) -> np.ndarray:
-            return np.concatenate([getattr(plan, name) for plan in plans])
-
-        slots, num_decode_rows = column("slots"), sum(plan.num_decode_rows for plan in plans)
+        columns: dict[str, Any] = {name: np.concatenate([getattr(plan, name) for plan in plans])
+                                   for name in (*RowColumns._fields, "tenancy")}
+        slots, num_decode_rows = columns["slots"], sum(plan.num_decode_rows for plan in plans)
         tree, drafts = rows[0].prefix_tree, self.drafts
         if drafts is not None:
             drafts = np.concatenate([np.full(len(slots) - len(drafts), -1, np.int32), drafts])
-        return StepPlan(
-            sequences=[seq for plan in plans for seq in plan.sequences], slots=slots,
-            num_new_tokens=column("num_new_tokens"), start=column("start"), write_from=column("write_from"),
-            samples=column("samples"), num_decode_rows=num_decode_rows,
-            admitted=self.admitted, block_updates=BlockUpdates(*map(np.concatenate, updates)),
-            tenancy=column("tenancy"), published=self.published, prefix_tree=tree,
-            groups=None if tree is None else tree.groups(slots[:num_decode_rows]), prompt_groups=self.prompt_groups,
-            drafts=drafts,
+        return replace(
+            self, **columns, sequences=[seq for plan in plans for seq in plan.sequences],
+            num_decode_rows=num_decode_rows, block_updates=BlockUpdates(*map(np.concatenate, updates)),
+            prefix_tree=tree, groups=None if tree is None else tree.groups(slots[:num_decode_rows]), drafts=drafts,
         )
 
     def token_columns(self, first_row: int = 0) -> np.ndarray:
@@ -143,8 +132,8 @@ class StepPlan:
         return np.stack([self.slots[row], self.start[row] + place, self.write_from[row]]).astype(np.int64)
 
 
-class PrefillColumns(NamedTuple):
-    """Columns of a `StepPlan` for its prefill rows."""
+class RowColumns(NamedTuple):
+    """Columns of a `StepPlan` for some of its rows."""
 
     slots: np.ndarray
     num_new_tokens: np.ndarray
@@ -169,11 +158,11 @@ class PrefillRows:
         self.sequences.append(seq)
         self._rows.append((seq.slot, end - start, start, write_from, samples))
 
-    def columns(self) -> PrefillColumns:
+    def columns(self) -> RowColumns:
         """Return the columns of the rows added so far; requires at least one row."""
         *numbers, samples = zip(*self._rows, strict=True)
         slots, num_new, start, write_from = (np.array(column, np.int32) for column in numbers)
-        return PrefillColumns(slots, num_new, start, write_from, np.array(samples, bool))
+        return RowColumns(slots, num_new, start, write_from, np.array(samples, bool))
 
 
 class CommitResult(NamedTuple):
@@ -186,3 +175,34 @@ class CommitResult(NamedTuple):
 
     accepted: np.ndarray
     finished: list[Sequence]
+
+
+def guessing_rows(slots: np.ndarray, start: np.ndarray, guesses: list[Seq[int]],
+                  copies: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return `slots`, `start` and `drafts` of a `StepPlan`, with a row for each draft after the row that it follows.
+
+    Args:
+        slots: [n] slots of the decode rows.
+        start: [n] position of each row's known token.
+        guesses: Drafts of each row.
+        copies: [n] rows that replace each row: one, plus one per draft.
+    """
+    ends = np.cumsum(copies)
+    positions = np.repeat(start - ends + copies, copies) + np.arange(ends[-1])
+    drafts = [token for tokens in guesses for token in (-1, *tokens)]
+    return np.repeat(slots, copies), positions.astype(np.int32), np.array(drafts, np.int32)
+
+
+def confirmed(plan: StepPlan, tokens: np.ndarray, last: Container[int] = ()) -> np.ndarray:
+    """Return which rows count, bool [R]: their input token is known or was sampled as guessed, before any end.
+
+    Args:
+        last: Rows whose token ends their sequence, besides rows that sampled an EOS token.
+    """
+    assert plan.drafts is not None
+    found = plan.drafts < 0
+    for row in np.flatnonzero(~found).tolist():
+        before = int(tokens[row - 1])
+        right = found[row - 1] and before == plan.drafts[row] and row - 1 not in last
+        found[row] = right and before not in plan.sequences[row].eos_token_ids
+    return found

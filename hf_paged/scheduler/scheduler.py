@@ -8,15 +8,23 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from hf_paged.scheduler.drafts import NO_DRAFTS, Drafts, confirmed, guessing_rows
 from hf_paged.scheduler.kv_cache_manager import KVCacheManager
-from hf_paged.scheduler.plan import BlockUpdates, CommitResult, PrefillRows, SchedulerConfig, StepPlan
+from hf_paged.scheduler.plan import (
+    NO_DRAFTS,
+    BlockUpdates,
+    CommitResult,
+    Drafts,
+    PrefillRows,
+    RowColumns,
+    SchedulerConfig,
+    StepPlan,
+    confirmed,
+    guessing_rows,
+)
 from hf_paged.scheduler.prefix_tree import PrefixTree
-from hf_paged.scheduler.running_table import RunningTable
-from hf_paged.scheduler.sequence import Sequence, Status
-from hf_paged.scheduler.waiting_queue import WaitingQueue
+from hf_paged.scheduler.sequence import RunningTable, Sequence, Status, WaitingQueue
 
-WAITING_REASONS = ("slots", "blocks", "step", "preempted")
+WAITING_REASONS = ("slots", "blocks", "step", "preempted", "kernels")
 _NONE = np.empty(0, np.int32)
 NO_UPDATES = BlockUpdates(_NONE, _NONE, _NONE)
 
@@ -42,9 +50,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, on_shortage: Callable[[int], int] | None = None,
                  on_few_slots: Callable[[int], int] | None = None, on_stuck: Callable[[], bool] | None = None) -> None:
         self.config = config
-        self.kv_cache_manager = KVCacheManager(
-            config.block_size, config.num_blocks, config.enable_prefix_caching, config.max_model_len
-        )
+        self.kv_cache_manager = KVCacheManager(config)
         self.prefix_tree = PrefixTree(config.block_size, config.group_prefixes)
         self.num_preemptions = 0  # for lack of blocks
         self._table = RunningTable(config.max_num_seqs)
@@ -86,6 +92,19 @@ class Scheduler:
         """
         if self._requests.get(seq.request_id) is seq:
             self._finish(seq, reason)
+
+    def hold(self, seq: Sequence) -> None:
+        """Keep a waiting sequence out of steps until `release`; has no effect on one that runs, ended or is held."""
+        if self._waits(seq) and seq.request_id not in self._waiting.held:
+            self._waiting.hold(seq)
+
+    def release(self, seq: Sequence) -> None:
+        """Let a held sequence run in its turn; has no effect on any other sequence."""
+        if self._waiting.held.get(seq.request_id) is seq:
+            self._waiting.release(seq)
+
+    def _waits(self, seq: Sequence) -> bool:
+        return self._requests.get(seq.request_id) is seq and seq.status is Status.WAITING
 
     def take_failed(self) -> list[Sequence]:
         """Return the sequences that `schedule` finished with ``"error"`` since the last call: the pool is too small."""
@@ -129,15 +148,20 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_held(self) -> int:
+        return len(self._waiting.held)
+
     def waiting_by_reason(self) -> dict[str, int]:
         """Return the number of waiting sequences for each of `WAITING_REASONS`.
 
-        "preempted": the sequence ran and had to release its blocks. The others wait in order for one reason: "slots"
-        (``max_num_seqs`` are running), "blocks" (too few are free for the first of them), else "step": the next step
-        admits them.
+        "kernels": the sequence is held. "preempted": it ran and had to release its blocks. The others wait in order for
+        one reason: "slots" (``max_num_seqs`` are running), "blocks" (too few are free for the first of them), else
+        "step": the next step admits them.
         """
         counts = dict.fromkeys(WAITING_REASONS, 0)
-        waiting = self._waiting.sequences()
+        counts["kernels"] = self.num_held
+        waiting = [seq for seq in self._waiting.sequences() if seq.request_id not in self._waiting.held]
         counts["preempted"] = sum(seq.was_admitted for seq in waiting)
         first = self._waiting.peek()
         if first is not None:
@@ -170,7 +194,6 @@ class Scheduler:
         return self._table.take(count)
 
     def give_slots(self, slots: list[int]) -> None:
-        """Take lent slots back."""
         self._table.give(slots)
 
     @property
@@ -284,26 +307,21 @@ class Scheduler:
             sequences = [seq for seq, count in zip(sequences, copies.tolist(), strict=True) for _ in range(count)]
             slots, start, drafts = guessing_rows(slots, start, guesses, copies)
         n = len(slots)
-        num_new, write_from, samples = self._ones[:n], start, self._trues[:n]
+        rows = RowColumns(slots, self._ones[:n], start, start, self._trues[:n])
         if prefills.sequences:
             sequences += prefills.sequences
             columns = prefills.columns()
             prompt_groups = self.prefix_tree.groups_ahead(columns.slots, columns.start)
-            slots, num_new = np.concatenate([slots, columns.slots]), np.concatenate([num_new, columns.num_new_tokens])
-            write_from = np.concatenate([start, columns.write_from])
-            start = np.concatenate([start, columns.start])
-            samples = np.concatenate([samples, columns.samples])
+            rows = RowColumns(*map(np.concatenate, zip(rows, columns, strict=True)))
             if drafts is not None:
                 drafts = np.concatenate([drafts, np.full(len(columns.slots), -1, np.int32)])
         return StepPlan(
-            sequences=sequences, slots=slots, num_new_tokens=num_new, start=start, write_from=write_from,
-            samples=samples, num_decode_rows=n, admitted=prefills.admitted, block_updates=updates,
-            tenancy=self._table.tenancy[slots], published=prefills.published, prefix_tree=self.prefix_tree,
-            groups=groups, prompt_groups=prompt_groups, drafts=drafts,
+            **rows._asdict(), sequences=sequences, num_decode_rows=n, admitted=prefills.admitted,
+            block_updates=updates, tenancy=self._table.tenancy[rows.slots], published=prefills.published,
+            prefix_tree=self.prefix_tree, groups=groups, prompt_groups=prompt_groups, drafts=drafts,
         )
 
     def _add_chunk(self, seq: Sequence, prefills: PrefillRows) -> None:
-        """Schedule as many tokens of a prefill as the budget allows."""
         table, slot = self._table, seq.slot
         start, target = int(table.scheduled[slot]), int(table.target[slot])
         count = min(target - start, prefills.room)
@@ -349,7 +367,7 @@ class Scheduler:
                 missing = manager.shortage(seq, num_tokens, hits)
                 if self.ask_for_blocks(missing):
                     continue
-                if not table.num_tenants and self._on_stuck() and manager.can_allocate(seq, num_tokens, hits):
+                if not table.num_tenants and self._on_stuck() and manager.shortage(seq, num_tokens, hits) <= 0:
                     continue
                 if manager.num_blocks_for(num_tokens) < self.num_blocks:
                     self._short = seq, seq.cache_key, manager.block_pool.num_gains + missing
@@ -438,7 +456,6 @@ class Scheduler:
         return bool(victims)
 
     def ask_for_blocks(self, missing: int) -> bool:
-        """Call `on_shortage` and return whether the pool grew."""
         before = self.num_blocks
         if self._on_shortage is not None:
             self.grow(self._on_shortage(missing))
@@ -477,12 +494,12 @@ class Scheduler:
         live = present & ~table.draining[slots]
         rows = np.flatnonzero(samples & live)
         slots, taken = slots[rows], tokens[rows]
+        ended: list[tuple[int, str]] = []
         bad = taken < 0
-        failed = slots[bad].tolist()
-        if failed:
+        if bad.any():
+            ended = [(slot, "error") for slot in slots[bad].tolist()]
             rows, slots, taken = rows[~bad], slots[~bad], taken[~bad]
 
-        ended: list[tuple[int, str]] = []
         if rows.size:
             end = plan.start[rows] + plan.num_new_tokens[rows]  # all tokens up to here are computed
             table.tokens[slots, end] = taken
@@ -491,16 +508,16 @@ class Scheduler:
                 self._publish_decoded(slots, end)
             is_eos = (table.eos[slots] == taken[:, None]).any(axis=1)
             is_last = is_eos | (end + 1 >= table.limit[slots])
-            ended = [(int(slots[i]), "eos" if is_eos[i] else "length") for i in np.flatnonzero(is_last).tolist()]
+            ended += [(int(slots[i]), "eos" if is_eos[i] else "length") for i in np.flatnonzero(is_last).tolist()]
         if plan.drafts is not None:  # continue after the confirmed drafts
             slots = plan.slots[live & (plan.drafts >= 0)]
             table.scheduled[slots] = table.known[slots] - 1
             table.decoding[slots] = table.known[slots] < table.limit[slots]
-        for slot in failed:
-            self._finish_bad(slot, finished)
         for slot, reason in ended:
             seq = table.sequences[slot]
             assert seq is not None
+            if reason == "error":
+                self.kv_cache_manager.unpublish(seq)  # later requests must not hit KV that led to invalid logits
             self._finish(seq, reason)
             finished.append(seq)
         if table.draining.any():
@@ -546,16 +563,9 @@ class Scheduler:
                 self._finish(seq, "length")
                 finished.append(seq)
 
-    def _finish_bad(self, slot: int, finished: list[Sequence]) -> None:
-        seq = self._table.sequences[slot]
-        assert seq is not None
-        self.kv_cache_manager.unpublish(seq)  # later requests must not hit KV that led to invalid logits
-        self._finish(seq, "error")
-        finished.append(seq)
-
     def _finish(self, seq: Sequence, reason: str) -> None:
         if seq.status is Status.WAITING:
-            self._waiting.count_out()
+            self._waiting.count_out(seq)
         seq.finish_reason = reason
         seq.status = Status.FINISHED
         del self._requests[seq.request_id]
@@ -575,7 +585,7 @@ class Scheduler:
         self._failed.append(seq)
 
     def _release(self, slot: int) -> None:
-        """Release blocks and slot of a finished sequence."""
+        """Release blocks and slot of a detached sequence."""
         seq = self._table.sequences[slot]
         assert seq is not None
         self.prefix_tree.remove(slot)
@@ -591,11 +601,8 @@ class Scheduler:
         """Move a running sequence back to waiting; keeps its output and drops its computed KV."""
         if seq is self._partial:
             self._partial = None
-        slot = seq.slot
-        seq.num_in_flight = int(self._table.in_flight[slot])
-        self.prefix_tree.remove(slot)
-        self.kv_cache_manager.free(seq)
+        seq.num_in_flight = int(self._table.in_flight[seq.slot])
         seq.detach(0)
-        self._table.vacate(slot)
+        self._release(seq.slot)
         seq.status = Status.WAITING
         self._waiting.push(seq)

@@ -1,1 +1,1 @@
-"""`transformers serve` over the engine."""
+"""A server of the OpenAI API over an engine."""

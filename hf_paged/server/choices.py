@@ -1,134 +1,160 @@
-"""Text, reasoning, tool calls and log-probabilities of one choice, made from its tokens."""
+"""Text, reasoning, tool calls and log-probabilities of one choice, made from the outputs of its request."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.cli.serving.utils import (
+    ReasoningText,
+    ToolCall,
+    build_response_parser,
+    get_response_template,
+    parse_assistant_message,
+    response_events_to_chunks,
+)
 
-from hf_paged.engine.text import StopTexts, TextStream, cut
-from hf_paged.server.server_request import ServerRequest
+from hf_paged.engine.text import StopTexts
+from hf_paged.outputs import Completion, StepOutput
+from hf_paged.server.generation import Generation
+from hf_paged.server.protocol import TextBody
+from hf_paged.server.served_model import ServedModel
+
+__all__ = ["ReasoningText", "ToolCall"]
 
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """Token of an answer as text, with log-probabilities of it and of the likeliest tokens at its position."""
+    """Token of an answer as text, with log-probabilities of it and of the likeliest tokens at its position.
+
+    ``logprob`` is None for the first token of a prompt.
+    """
 
     text: str
-    logprob: float
+    logprob: float | None
     likeliest: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a choice: `items` are texts or what transformers' parser returns; `tokens` if the body has logprobs."""
+    """New part of a choice: `items` are texts or what transformers' parser returns, `tokens` those with logprobs."""
 
-    index: int
     items: list[Any] = field(default_factory=list)
     tokens: list[ScoredToken] = field(default_factory=list)
     num_tokens: int = 0
     finish_reason: str | None = None
-    error: str | None = None
 
 
-class ChoiceStream:
-    """Converts the outputs of one request into pieces of its choice.
+@dataclass(frozen=True)
+class Message:
+    """A whole answer of a chat."""
 
-    Args:
-        index: Index of the choice in its answer.
-        tokenizer: Decodes the tokens.
-        wishes: The parsed body.
-        most: Maximum number of new tokens; None if unknown.
-        parser: transformers' parser of a chat answer, or None.
+    content: str
+    reasoning: str | None
+    calls: list[ToolCall]
+    finish_reason: str
 
-    Attributes:
-        num_tokens: Number of tokens received so far.
-        is_over: True after the last piece.
+
+class Choice:
+    """Converts the outputs of one request into parts of its answer.
+
+    Transformers parses an answer of a chat; the answer of the completions endpoint is a text.
     """
 
-    def __init__(self, index: int, tokenizer: Any, wishes: ServerRequest, most: int | None, parser: Any = None) -> None:
-        self._index = index
-        self._tokenizer = tokenizer
-        self._most = most
-        self._parser = parser
-        self._logprobs, self._num_top = wishes.logprobs, wishes.top_logprobs or 0
-        self._stream = TextStream(tokenizer, skip_special_tokens=parser is None)
-        self._watch = StopTexts(wishes.stop, wishes.keeps_stop)
+    def __init__(self, generation: Generation) -> None:
+        self._served, self._body = generation.served, generation.body
+        self._prompt = None if isinstance(generation.body, TextBody) else generation.prompt.ids
+        self._watch = StopTexts(generation.body.stop_texts, keeps=True)
         self._calls_tools = False
-        self.num_tokens = 0
-        self.is_over = False
+        self._parser: Any = None
+
+    # -- streamed -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> list[Any]:
         """Return the items that the prompt already opens, such as a reasoning block."""
+        if self._prompt is not None:
+            self._parser = build_response_parser(self._served.processor, self._served.model, self._prompt,
+                                                 **self._of_tools(build_response_parser))
         return [] if self._parser is None else self._items(self._parser.initial_events)
 
-    def push(self, output: GenerationOutput) -> Piece:
-        """Return the new part of the choice; `output` holds all tokens so far."""
-        if output.error is not None:
-            self.is_over = True
-            return Piece(self._index, error=str(output.error))
-        new = output.generated_tokens[self.num_tokens :]
-        scored = scored_tokens(self._tokenizer, output, self.num_tokens, self._num_top) if self._logprobs else []
-        self.num_tokens += len(new)
-        text, is_last = self._stream.push(new), output.is_finished()
-        if is_last:
-            whole = self._tokenizer.decode(output.generated_tokens, skip_special_tokens=self._parser is None)
-            text += self._stream.finish(whole)
-        text = self._watch.push(text)
-        self.is_over = is_last or self._watch.is_met
-        if self.is_over:
-            text += self._watch.finish()
-        items = self._read(text) + (self._last_items() if self.is_over else [])
-        return Piece(self._index, items, scored, len(new), self._reason(output) if self.is_over else None)
+    def push(self, output: StepOutput) -> Piece:
+        """Return the part of the choice that an output adds."""
+        text, is_last = output.new_text or "", output.completion is not None
+        if self._body.keeps_stop:
+            text = self._watch.push(text) + (self._watch.finish() if is_last else "")
+        items = self._read(text, is_last)
+        tokens = self._scored(output.new_token_ids, output.new_logprobs, output.new_top_logprobs)
+        reason = None if not is_last else "tool_calls" if self._calls_tools else self._reason(output.finish_reason)
+        return Piece(items, tokens, len(output.new_token_ids), reason)
 
-    def _reason(self, output: GenerationOutput) -> str:
-        if self._calls_tools:
-            return "tool_calls"
-        return finish_reason(output, self._watch.is_met, self._most)
-
-    def _read(self, text: str) -> list[Any]:
-        if not text:
-            return []
-        return [text] if self._parser is None else self._items(self._parser.feed(text))
-
-    def _last_items(self) -> list[Any]:
+    def _read(self, text: str, is_last: bool) -> list[Any]:
         if self._parser is None:
-            return []
-        try:
-            return self._items(self._parser.finalize()[1])
-        except (ValueError, RuntimeError):  # the answer ended within a tool call, which cannot be parsed
-            return []
+            return [text] if text else []
+        items = self._items(self._parser.feed(text)) if text else []
+        if is_last:
+            with suppress(ValueError, RuntimeError):  # the answer ended within a tool call, which cannot be parsed
+                items += self._items(self._parser.finalize()[1])
+        return items
 
     def _items(self, events: list[Any]) -> list[Any]:
-        from transformers.cli.serving.utils import ToolCall, response_events_to_chunks
-
         items = response_events_to_chunks(events)
         self._calls_tools |= any(isinstance(item, ToolCall) for item in items)
         return items
 
+    # -- whole --------------------------------------------------------------------------------------------------------
 
-def finish_reason(output: GenerationOutput, is_met: bool, most: int | None) -> str:
-    """Return "stop" or "length"; an output of `model.generate` has no reason, so its token count decides."""
-    reason = getattr(output, "finish_reason", None)
-    if is_met or reason in ("eos", "stop"):
-        return "stop"
-    hits_most = most is not None and len(output.generated_tokens) >= most
-    return "length" if reason == "length" or hits_most else "stop"
+    def text(self, completion: Completion) -> tuple[str, str]:
+        """Return the whole text, and the finish reason; the text ends with a stop text that is kept."""
+        text = completion.text or ""
+        if self._body.keeps_stop:  # otherwise the engine has cut it
+            text = self._watch.push(text) + self._watch.finish()
+        return text, self._reason(completion.finish_reason)
+
+    def message(self, completion: Completion) -> Message:
+        """Return the whole answer of a chat; all text is content if transformers' parser cannot parse it."""
+        text, reason = self.text(completion)
+        try:
+            content, reasoning, calls = parse_assistant_message(
+                self._served.processor, self._served.model, text, input_ids=self._prompt, cleaned_content=text,
+                **self._of_tools(parse_assistant_message))
+        except (ValueError, RuntimeError):  # for example, the text ends within a tool call
+            for mark in self._served.tokenizer.all_special_tokens:  # which the text has for the parser
+                text = text.replace(mark, "")
+            return Message(text, None, [], reason)
+        return Message(content, reasoning, calls or [], "tool_calls" if calls else reason)
+
+    def scored(self, completion: Completion) -> list[ScoredToken]:
+        """Return the tokens with log-probabilities, those of the prompt first; without any that the body leaves out."""
+        prompt = self._scored(completion.prompt_token_ids, completion.prompt_logprobs, completion.prompt_top_logprobs)
+        return prompt + self._scored(completion.token_ids, completion.logprobs, completion.top_logprobs)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _reason(self, reason: str | None) -> str:
+        """Return the reason of the API for a `Completion.finish_reason`."""
+        return "length" if reason == "length" and not self._watch.is_met else "stop"
+
+    def _scored(self, tokens: list[int], scores: Sequence[float | None] | None,
+                tops: Sequence[dict[int, float] | None] | None) -> list[ScoredToken]:
+        """Decode tokens, with as many of the likeliest tokens at each position as the body sets."""
+        if scores is None:
+            return []
+        decode, most = self._served.tokenizer.decode, self._body.options().get("top_logprobs") or 0
+        return [
+            ScoredToken(decode([token]), score,
+                        tuple((decode([other]), known) for other, known in [*(top or {}).items()][:most]))
+            for token, score, top in zip(tokens, scores, tops or [None] * len(tokens), strict=True)
+        ]
+
+    def _of_tools(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """Return the `tools` argument if `function` has one; transformers 5.17's parsers do not."""
+        tools = self._body.callable_tools or None
+        return {"tools": tools} if "tools" in inspect.signature(function).parameters else {}
 
 
-def scored_tokens(tokenizer: Any, output: GenerationOutput, first: int, num_top: int) -> list[ScoredToken]:
-    """Decode each token from index ``first`` on, with the ``num_top`` likeliest tokens at its position."""
-    tokens, scores = output.generated_tokens[first:], output.logprobs[first:]
-    tops = getattr(output, "top_logprobs", [])[first:] if num_top else [{}] * len(tokens)
-    return [
-        ScoredToken(tokenizer.decode([token]), score,
-                    tuple((tokenizer.decode([other]), known) for other, known in [*top.items()][:num_top]))
-        for token, score, top in zip(tokens, scores, tops, strict=True)
-    ]
-
-
-def whole_text(tokenizer: Any, tokens: list[int], wishes: ServerRequest, *,
-               skip_special_tokens: bool) -> tuple[str, bool]:
-    """Return the text of an answer up to the stop string that ended it, and whether there was one."""
-    return cut(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens), wishes.stop, wishes.keeps_stop)
+def is_parsed(served: ServedModel) -> bool:
+    """Return whether transformers parses the answers of chats, from a text with special tokens."""
+    return get_response_template(served.processor, served.model) is not None

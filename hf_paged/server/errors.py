@@ -1,40 +1,29 @@
-"""Attribution of an exception in the server: to the request (status 400, with a reason) or to the server (500)."""
+"""Errors of the server as bodies and events, and the attribution of an exception to the request (400) or the server."""
 
 from __future__ import annotations
 
+import json
+import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.generation
 
-from hf_paged.engine import stop_rules
+from hf_paged.engine.features import stop_rules
 from hf_paged.errors import FallbackError, UnsupportedOptionError
-from hf_paged.options import arguments, logits_options, option_values, table
+from hf_paged.options import arguments, table
 from hf_paged.options import settings as settings_module
 
+logger = logging.getLogger(__name__)
+DONE = "data: [DONE]\n\n"  # the last event of a stream
 MAX_LENGTH = 1000  # characters of an error message
-
-# What each function of transformers that reads a part of the body expects, by the function's name.
-READING = {
-    "_resolve_model": "model: expected the id of a model that can be loaded",
-    "_normalize_input": "input: expected a string, or a list of messages and items of the Responses API",
-    "_normalize_tools": "tools: expected a list of function definitions",
-    "get_processor_inputs_from_messages": "messages: expected a list of objects, each with a role and a content "
-                                          "(text, or a list of parts with their type)",
-    "apply_chat_template": "messages, tools, chat_template_kwargs: expected what the model's chat template can render",
-    "build_response_parser": "tools: expected a list of function definitions",
-    "_build_generation_config": "expected numbers in their range, and generation_config as a string that holds a JSON "
-                                "object of GenerationConfig fields",
-    "_check_fields": "fields of the body: expected the types of the OpenAI API",
-    "handle_request": "body: expected the fields of the OpenAI API",
-}
-# Body fields from which transformers builds a request's GenerationConfig.
+# Body fields that make a request's GenerationConfig.
 _SETTINGS = ("generation_config", "temperature", "top_p", "seed", "max_tokens", "max_completion_tokens",
              "max_output_tokens", "frequency_penalty", "logit_bias", "stop")
-_NOT_READING = ("_streaming", "_non_streaming", "init_cb")  # handle_request calls them after it has read the body
 _OUT_OF_LUCK = (MemoryError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError)
 _WRONG_VALUE = (ValueError, TypeError, KeyError, AttributeError, LookupError, ArithmeticError, NotImplementedError,
                 RecursionError)
@@ -47,9 +36,40 @@ _OF_SETTINGS = {
     *(_STOCK_GENERATION / f"{name}.py" for name in
       ("configuration_utils", "logits_process", "stopping_criteria", "watermarking")),
     *(Path(str(module.__file__)) for module in
-      (settings_module, logits_options, option_values, table, arguments, stop_rules)),
+      (settings_module, table, arguments, stop_rules)),
 }
 _DECODING = ("_sample", "_beam_search", "_assisted_decoding", "_prefill")
+
+
+class RefusedRequestError(ValueError):
+    """An error of a request that cannot run; the message is for its client."""
+
+
+class FailedRequestError(RuntimeError):
+    """Generation failed, for a reason that the client cannot change."""
+
+
+class EngineDeadError(RuntimeError):
+    """The thread that generates has ended; the server cannot answer until it is started anew."""
+
+
+def refusal(name: str, value: Any, expected: str) -> RefusedRequestError:
+    """Return the error for a value of a body field."""
+    return RefusedRequestError(f"{name}={value!r:.200}: {expected}")
+
+
+@contextmanager
+def blaming(expected: str) -> Iterator[None]:
+    """Raise RefusedRequestError for an exception of the block, except where memory or a package is missing.
+
+    ``expected`` names the fields that the block reads, and what is accepted.
+    """
+    try:
+        yield
+    except (RefusedRequestError, *_OUT_OF_LUCK):
+        raise
+    except Exception as error:
+        raise RefusedRequestError(_reason(expected, error)) from error
 
 
 def settings_of(body: dict[str, Any]) -> str:
@@ -58,31 +78,12 @@ def settings_of(body: dict[str, Any]) -> str:
     return f"generation settings {settings}" if settings else "generation settings"
 
 
-def reading_error(error: Exception, settings: str) -> str | None:
-    """Return the client's error message if `error` was raised while a handler read the body, else None.
-
-    Args:
-        settings: Settings of the body, from `settings_of`.
-    """
-    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    stages = [name for name in names if name in READING]
-    if not stages or isinstance(error, _OUT_OF_LUCK):
-        return None
-    stage = stages[-1]
-    if stage == "handle_request" and any(name in _NOT_READING for name in names):
-        return None
-    if stage in ("handle_request", "_resolve_model") and not isinstance(error, (*_WRONG_VALUE, OSError)):
-        return None
-    expected = READING[stage]
-    return _reason(f"{settings}: {expected}" if stage == "_build_generation_config" else expected, error)
-
-
 def settings_error(error: Exception, settings: str, expected: Callable[[], str],
                    draws_without: Callable[[], bool]) -> str | None:
     """Return the client's error message if the call's settings made `model.generate` raise `error`, else None.
 
     Args:
-        settings: Settings of the body, from `settings_of`.
+        settings: from `settings_of`.
         expected: Returns what is not accepted, and what is.
         draws_without: Returns whether the model can sample a token after this prompt with neutral settings. Called if
             decoding failed on values that either the settings or the model may have made.
@@ -112,12 +113,31 @@ def error_body(reason: str, status: int) -> dict[str, Any]:
     return {"error": {"message": reason, "type": kind, "param": None, "code": None}, "detail": reason}
 
 
+def failure(error: Exception) -> tuple[dict[str, Any], int]:
+    """Return the body and the status of the answer to a request that raised; only a refusal tells its reason."""
+    if isinstance(error, RefusedRequestError):
+        return error_body(str(error), 400), 400
+    logger.error("hf_paged: a request failed: %r", error, exc_info=error)
+    if isinstance(error, EngineDeadError):
+        return error_body("the thread that generates has ended: the server has to be started anew", 503), 503
+    return error_body("the server failed to make this answer; its log has the reason", 500), 500
+
+
+def event(body: dict[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def failed_event(error: Exception) -> str:
+    """Return the event of an answer that fails after its first token."""
+    return event({"error": failure(error)[0]["error"]})
+
+
 def _reason(expected: str, error: Exception) -> str:
     text = str(error)
     return _printable(f"{expected} ({type(error).__name__}{': ' if text else ''}{text})")
 
 
 def _printable(text: str) -> str:
-    """Return the text as one line of UTF-8 without double quotes: a JSON body may hold a lone surrogate, which UTF-8
-    cannot encode, and transformers' streams put an error between double quotes without escaping it."""
+    """Return the text as one line of UTF-8: a JSON body may hold a lone surrogate, which UTF-8 cannot encode."""
     return " ".join(text.replace('"', "'").split())[:MAX_LENGTH].encode("utf-8", "backslashreplace").decode()

@@ -13,11 +13,9 @@ from paged_cases import Case, expected, make_case, worst_error
 
 import hf_paged
 from hf_paged.attention import flash_attn_backend as fb
-from hf_paged.attention.paged_attention import paged_attention
-from hf_paged.attention.registry import BACKENDS, resolve_backend
-from hf_paged.attention.spec import AttentionSpec
+from hf_paged.attention.registry import BACKENDS, paged_attention, resolve_backend
 from hf_paged.kernels.attention.reference import paged_attention_reference
-from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
+from hf_paged.kernels.attention.types import AttentionOptions, AttentionSpec, PagedMetadata
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(16, 8, 128, torch.bfloat16, CPU, 16)
@@ -116,8 +114,9 @@ LEFT_TO_TRITON = {"sinks": torch.zeros(4)}
 
 
 def test_every_option_is_handed_to_the_packages_or_left_to_triton():
-    """One that is neither would be dropped in silence where a package is installed."""
-    assert {field.name for field in fields(AttentionOptions)} == {"scale", "window", "softcap", *LEFT_TO_TRITON}
+    """One that is neither would be dropped in silence where a package is installed. Chunks are refused beforehand."""
+    assert {field.name for field in fields(AttentionOptions)} == {
+        "scale", "window", "softcap", "chunk", *LEFT_TO_TRITON}
 
 
 @pytest.mark.interpreted
@@ -221,8 +220,8 @@ def test_fp32_goes_to_triton(machine):
     assert machine.calls == []
 
 
-def shape(dtype=torch.bfloat16, head_dim=128, block_size=16, has_window=False):
-    return fb.AttentionShape(dtype, head_dim, block_size, has_window)
+def shape(dtype=torch.bfloat16, head_dim=128, block_size=16):
+    return fb.AttentionShape(dtype, head_dim, block_size)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hf_paged.attention import hopper_backend
 from hf_paged.attention.hopper_backend import HopperBackend, imbalance
 from hf_paged.attention.registry import BACKENDS
-from hf_paged.attention.spec import AttentionSpec
-from hf_paged.kernels.attention.types import TileQueue
+from hf_paged.kernels.attention.types import AttentionSpec, TileQueue
 from hf_paged.models import KVSpec
 from hf_paged.runner.attention_inputs import AttentionInputs
 

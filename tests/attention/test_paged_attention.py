@@ -11,11 +11,9 @@ import pytest
 import torch
 from paged_cases import expected, make_case, random_rows, sdpa, worst_error
 
-from hf_paged.attention.paged_attention import paged_attention
-from hf_paged.attention.registry import BACKENDS, resolve_backend
-from hf_paged.attention.spec import AttentionSpec
+from hf_paged.attention.registry import BACKENDS, check_backend, paged_attention, resolve_backend
 from hf_paged.config import ATTENTION_BACKENDS
-from hf_paged.kernels.attention.types import AttentionOptions
+from hf_paged.kernels.attention.types import AttentionOptions, AttentionSpec
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -40,6 +38,51 @@ def test_torch_backend_random(seed):
     assert worst_error(out, expected(case)) < (1e-12 if out.dtype == torch.float64 else 5e-6)
 
 
+@pytest.mark.parametrize("chunk", [1, 8, 16, 50])
+@pytest.mark.parametrize("rows", [[(1, 33), (1, 40), (1, 17), (5, 21), (20, 20)], [(9, 37)], [(1, 32)]])
+def test_chunks(rows, chunk):
+    """A token sees what it would with a window back to the last multiple of the chunk."""
+    case = make_case(rows, seed=5)
+    out = paged_attention(case.q, case.k_cache, case.v_cache, case.meta, AttentionOptions(0.2, chunk=chunk))
+    token = 0
+    for row, (new, length) in enumerate(rows):
+        for seen in range(length - new + 1, length + 1):
+            ints = [torch.tensor(values, dtype=torch.int32) for values in ([0, 1], [seen])]
+            alone = case.meta._replace(query_start=ints[0], seq_lens=ints[1], slots=case.meta.slots[row : row + 1],
+                                       slot_mapping=case.meta.slot_mapping[:1], max_query_len=1)
+            options = AttentionOptions(0.2, window=(seen - 1) % chunk + 1)
+            one = paged_attention(case.q[token : token + 1], case.k_cache, case.v_cache, alone, options)
+            torch.testing.assert_close(out[token : token + 1], one)
+            token += 1
+    with pytest.raises(ValueError, match="triton takes no chunk"):
+        paged_attention(*case[:4], AttentionOptions(0.2, chunk=chunk), backend="triton")
+    with pytest.raises(ValueError, match=r"chunk=.* beside window=3"):
+        paged_attention(*case[:4], AttentionOptions(0.2, chunk=chunk, window=3))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"softcap": 3.0}, {"sinks": True}])
+@pytest.mark.parametrize("rows", [[(1, 33)], [(1, 33), (1, 40), (5, 21)], [(9, 9)]])
+def test_values_narrower_than_keys(rows, options):
+    """The torch backend gives the same columns of the result, and others refuse."""
+    case = make_case(rows, seed=4, **options)
+    narrow = case.v_cache[..., :20].contiguous()
+    out = paged_attention(case.q, case.k_cache, narrow, case.meta, case.options)
+    assert out.is_contiguous()
+    assert worst_error(out, expected(case)[..., :20]) < 5e-6
+    with pytest.raises(ValueError, match="triton takes keys as wide as values"):
+        paged_attention(case.q, case.k_cache, narrow, case.meta, case.options, backend="triton")
+
+
+@pytest.mark.parametrize(("name", "device"), [("auto", "cuda"), ("triton", "cpu"), ("flash_attn", "cpu")])
+def test_pools_of_unlike_sizes_are_refused_by_backends_that_read_one_size(name, device):
+    spec = AttentionSpec(4, 2, 16, torch.float32, torch.device(device), 16, are_pools_alike=False)
+    with pytest.raises(ValueError, match=f"attention_backend='{name}': .* takes keys as wide as values"):
+        check_backend(name, spec)
+    check_backend("torch", spec)
+    with pytest.raises(ValueError, match=f"attention_backend='{name}': .* takes no layers whose tokens see a chunk"):
+        check_backend(name, spec._replace(are_pools_alike=True, has_chunks=True))
+
+
 @pytest.mark.parametrize(
     "rows", [[(1, n) for n in range(1, 40)], [(1, 33)] * 5, [(1, 1)], [(16, 16), (33, 64), (1, 65)]]
 )
@@ -52,7 +95,7 @@ def test_torch_backend_is_as_exact_as_stock(rows):
 @pytest.mark.parametrize("limit", [1, 2000, 10**9])
 def test_torch_backend_groups(limit, monkeypatch):
     """However the rows of one new token are cut into groups, each gets its own result at its own place."""
-    monkeypatch.setattr("hf_paged.kernels.attention.host_rows._GROUP_ELEMENTS", limit)
+    monkeypatch.setattr("hf_paged.kernels.attention.reference._GROUP_ELEMENTS", limit)
     case = make_case([(1, n) for n in (70, 3, 41, 41, 1, 90, 16, 17)], seed=5)
     assert worst_error(paged_attention(*case[:5]), expected(case)) < 5e-6
 
@@ -153,7 +196,7 @@ def test_kernels_import_and_run_without_triton():
         "import torch, paged_cases as c\n"
         "from hf_paged.kernels import weights_checksum\n"
         "from hf_paged.kernels.layer import store_kv\n"
-        "from hf_paged.attention.paged_attention import paged_attention\n"
+        "from hf_paged.attention.registry import paged_attention\n"
         "case = c.make_case([(1, 9), (4, 5)], seed=0)\n"
         "assert c.worst_error(paged_attention(*case[:5]), c.expected(case)) < 1e-5\n"
         "try: paged_attention(*case[:5], backend='triton')\n"

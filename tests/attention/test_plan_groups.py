@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from paged_cases import random_groups
 
 from hf_paged.attention import choose_groups as choosing
-from hf_paged.attention import plan_groups as planning
-from hf_paged.attention.choose_groups import FixedPieces, Kernel, choose_groups, group_kernel_of
-from hf_paged.attention.plan_groups import MIN_GROUP_SPLIT, plan_groups
-from hf_paged.attention.spec import AttentionSpec
-from hf_paged.kernels.attention.grouped_decode import grouped_config
-from hf_paged.kernels.attention.types import GroupedConfig, PartItem, RowEntry
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.attention import plan_decode as planning
+from hf_paged.attention.choose_groups import Kernel, choose_groups, group_kernel_of
+from hf_paged.attention.plan_decode import plan_groups
+from hf_paged.kernels.attention.grouped import MIN_GROUP_SPLIT, grouped_config
+from hf_paged.kernels.attention.types import AttentionSpec, GroupedConfig, PartItem, RowEntry
+from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 CONFIG = GroupedConfig(64, 64, 2, 64, 2, 4, 3)
 NOTHING = PrefixGroups(*(np.zeros(0, np.int32) for _ in range(5)))
@@ -35,9 +34,9 @@ def drawn(seed, most_rows=40, longest=3000, block_size=16):
             return np.array(lengths), groups
 
 
-def plan(lengths, groups, cta_slots=49, worth=1, tile_rows=32, pieces=None):
+def plan(lengths, groups, cta_slots=49, worth=1, tile_rows=32):
     lengths = np.array(lengths)
-    choice = choose_groups(groups, len(lengths), Kernel(CONFIG, tile_rows, cta_slots, worth), pieces)
+    choice = choose_groups(groups, len(lengths), Kernel(CONFIG, tile_rows, cta_slots, worth))
     return None if choice is None else plan_groups(lengths, np.arange(len(lengths)) + 7, choice)
 
 
@@ -119,25 +118,6 @@ def test_every_position_of_every_row_is_in_one_piece(seed, tile_rows, cta_slots)
     assert (found.items[:, 0] > 0).any()
     assert found.items[:, 0].max() <= tile_rows
     check(found, lengths, *sizes(len(lengths), cta_slots))
-
-
-@pytest.mark.usefixtures("every_group_pays")
-@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 10**6), SIZES["tile_rows"], st.sampled_from([16, 128, 1024]))
-def test_fixed_pieces_of_a_row_depend_on_its_length_alone(seed, tile_rows, piece_length):
-    lengths, groups = drawn(seed)
-    cuts = []
-    for some in (groups, NOTHING):
-        found = plan(lengths, some, tile_rows=tile_rows, pieces=FixedPieces(piece_length, 4000))
-        holds_a_piece = -(-some.begin // piece_length) * piece_length + piece_length <= some.end
-        assert (found.items[:, 0] > 0).any() or not holds_a_piece.any()
-        most = len(lengths) * -(-4000 // piece_length)
-        check(found, lengths, most, most)
-        cuts.append([[place[1:] for place in sorted(pieces)] for pieces in pieces_of(found, len(lengths))[0]])
-    assert cuts[0] == cuts[1]
-    for length, pieces in zip(lengths.tolist(), cuts[0], strict=True):
-        begins = range(0, max(length, 1), piece_length)
-        assert pieces == [(begin, min(begin + piece_length, length)) for begin in begins]
 
 
 def group_of(rows, shared):

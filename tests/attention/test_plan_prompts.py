@@ -24,9 +24,8 @@ from hf_paged.attention.plan_prompts import (
     padded,
     plan_prompts,
 )
-from hf_paged.attention.spec import AttentionSpec
 from hf_paged.attention.triton_backend import TritonBackend
-from hf_paged.kernels.attention.types import PartItem, PromptWork, RowEntry
+from hf_paged.kernels.attention.types import AttentionSpec, PartItem, PromptWork, RowEntry
 
 EVERY = [HealthCheck.function_scoped_fixture]
 

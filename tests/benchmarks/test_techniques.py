@@ -11,7 +11,7 @@ from workloads import make_workload
 import hf_paged
 from hf_paged.attention.hopper_backend import HopperBackend
 from hf_paged.attention.triton_backend import TritonBackend
-from hf_paged.engine.frozen_heap import FrozenHeap
+from hf_paged.engine import engine_registry
 from hf_paged.models import fused
 from hf_paged.runner.padded_steps import PaddedSteps
 
@@ -36,9 +36,7 @@ def test_what_has_no_field_is_off_inside_of_its_context_alone():
     with techniques.replaced("joined_norms"):
         assert not fused.makes_parts(torch.device("cuda"))
     with techniques.replaced("frozen_heap"):
-        heap = FrozenHeap()
-        heap.hold(1)
-        assert not heap.is_frozen and heap._may_try  # it did not even look
+        assert engine_registry.is_left_to_program()
     before = _replaceable()
     with techniques.replaced("mixed_steps"):
         assert PaddedSteps.mixed_size(None, 64, 8192) == 0
@@ -53,7 +51,7 @@ def test_what_has_no_field_is_off_inside_of_its_context_alone():
 
 
 def _replaceable():
-    return (TritonBackend.plan_prompts, fused.makes_parts, FrozenHeap._freeze, PaddedSteps.mixed_size,
+    return (TritonBackend.plan_prompts, fused.makes_parts, engine_registry.is_left_to_program, PaddedSteps.mixed_size,
             HopperBackend.wants_queue, fused.narrow_layer)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from derived_models import derived_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config
 
 import hf_paged
@@ -65,7 +66,14 @@ def test_a_model_that_no_engine_runs(capsys, tmp_path):
     assert status == 1 and report["layers"] == "stock" and report["memory"] is None
     assert {call["path"] for call in report["calls"].values()} == {"stock"}
     assert main(["check", str(tmp_path), "--device", "cpu"]) == 1
-    assert "GPT2LMHeadModel is no class that the paged engine runs" in capsys.readouterr().out
+    assert "GPT2LMHeadModel is not proved to run on the paged engine" in capsys.readouterr().out
+
+
+def test_a_model_that_a_proof_lets_run(capsys, tmp_path):
+    derived_model("Arcee", {}).config.save_pretrained(tmp_path)
+    status, report = checked(capsys, tmp_path)
+    assert status == 0 and report["layers"] == "generic" and report["memory"]["max_model_len"] == 512
+    assert report["proof"] == "stock's numbers in sequences of up to 512 tokens and steps of up to 8,200"
 
 
 def test_the_weights_of_a_large_model_take_no_memory(capsys, tmp_path):

@@ -23,7 +23,8 @@ print({"torch", "transformers", "triton", "numpy", "matplotlib"} & set(sys.modul
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "latency", "--help"], ["check", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "latency", "--help"], ["check", "--help"],
+                                       ["serve", "--help"]])
 def test_help_comes_at_once_and_imports_nothing_slow(arguments):
     taken = []
     for _ in range(3):
@@ -45,12 +46,12 @@ def test_help_names_every_command(capsys):
     assert capsys.readouterr().out == f"hf_paged {hf_paged.__version__}\n"
 
 
-def test_serve_hands_every_argument_on_as_it_is(monkeypatch):
-    """Also those that argparse would take for its own."""
+def test_serve_reads_its_arguments_and_serves(monkeypatch):
     found = []
-    monkeypatch.setattr("hf_paged.serve.main", lambda arguments, program: found.append((arguments, program)))
-    assert cli.main(["serve", "MODEL", "--help", "--adapter", "a=b", "--", "-x"]) == 0
-    assert found == [(["MODEL", "--help", "--adapter", "a=b", "--", "-x"], "hf-paged")]
+    monkeypatch.setattr("hf_paged.cli.serve", lambda arguments: found.append(arguments) or 0)
+    assert cli.main(["serve", "MODEL", "--adapter", "a=b", "--port", "1", "--max-model-len", "7"]) == 0
+    [given] = found
+    assert (given.model, given.adapter, given.port, given.engine_max_model_len) == ("MODEL", ["a=b"], 1, 7)
 
 
 def test_what_goes_wrong_is_one_line_and_status_2(capsys, tmp_path):

@@ -14,7 +14,7 @@ from support import HostMemory, Interrupt, assert_idle, interrupted, random_prom
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged.models import fused
+from hf_paged.models import fused, linears
 
 peft = pytest.importorskip("peft", reason="an extra of the test environment")
 from lora_models import randomize, with_adapter  # noqa: E402
@@ -28,7 +28,7 @@ def way(request, monkeypatch):
     """As on a CPU, where layers are called as they stand; and as with kernels, which their references stand in for."""
     if request.param == "tables":
         monkeypatch.setattr(fused, "reads_tables", lambda device: True)
-        monkeypatch.setattr(fused, "adjacent_memory", HostMemory)
+        monkeypatch.setattr(linears, "adjacent_memory", HostMemory)
 
 
 def two_adapters() -> Any:

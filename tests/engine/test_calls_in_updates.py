@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 import torch
-from support import assert_idle, stock_generate, tiny_model
+from support import assert_idle, is_idle, stock_generate, tiny_model, wait_until
 
 import hf_paged
 from hf_paged import PagedGenerator
@@ -27,6 +27,7 @@ def generator():
 @pytest.fixture(autouse=True)
 def _runs_afterwards(generator):
     yield
+    wait_until(lambda: is_idle(generator))  # a stream that is left ends before the next step
     assert_idle(generator.model)
     [made] = generator.generate(IDS.tolist(), **OPTIONS)
     assert made.token_ids == stock_generate(generator.model, input_ids=IDS, **OPTIONS)[0, 3:].tolist()

@@ -9,7 +9,7 @@ from support import assert_idle, byte_tokenizer, random_prompts, tiny_model
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
-from hf_paged.engine.text import StopPolicy, StopStringBuffer, StopTexts
+from hf_paged.engine.text import StopPolicy, StopTexts, TextStream
 
 PROMPTS = random_prompts([20, 5, 33, 16])
 SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 0, "seed": 3, "max_new_tokens": 30}
@@ -146,12 +146,9 @@ def test_of_several_the_one_that_is_whole_first(text, strings, expected):
 
 
 class Letters:
-    """A stream in which each token is its letter."""
+    """A tokenizer in which each token is its letter."""
 
-    def restart(self, token_ids):
-        assert not list(token_ids)
-
-    def push(self, token_ids):
+    def decode(self, token_ids, skip_special_tokens):
         return "".join(map(chr, token_ids))
 
 
@@ -162,7 +159,7 @@ def test_pieces_of_a_cut_text_join_to_it(text, strings, data):
     stop = first_stop(text, strings)
     whole = text if stop is None else min((text[: text.find(s)] for s in strings if s in text
                                            and text.find(s) + len(s) == text.find(stop) + len(stop)), key=len)
-    stream, sent = StopStringBuffer(Letters(), tuple(strings)), ""
+    stream, sent = TextStream(Letters(), stop_strings=tuple(strings)), ""
     at = 0
     while at < len(text):
         step = data.draw(st.integers(1, 3))

@@ -27,21 +27,17 @@ from hf_paged.engine import (
     loop,
     observer,
     prepared_model,
-    request_maker,
-    request_table,
     session,
 )
 from hf_paged.engine.features import StepFeature
 from hf_paged.engine.features.drafts import Speculation
-from hf_paged.engine.matchers import Grammar, Matcher
-from hf_paged.engine.session import NewRequest, Request, Session
-from hf_paged.engine.stop_rules import StopRule, TextStopRule
-from hf_paged.engine.text import StopPolicy, TextStream
+from hf_paged.engine.features.stop_rules import StopRule, TextStopRule
+from hf_paged.engine.session import Request, Session
+from hf_paged.engine.structured.matchers import Grammar, Matcher
+from hf_paged.engine.text import StopPolicy
 from hf_paged.integration.continuous_batching.requests import BatchedRequest
-from hf_paged.options.continued import PreviousOutput
-from hf_paged.options.settings import RequestSettings
+from hf_paged.options.request_spec import RequestSpec
 from hf_paged.outputs import VersionRun
-from hf_paged.runner.request_state import SlotParameters
 from hf_paged.scheduler import Sequence
 
 PROMPTS = random_prompts([20, 33, 9], seed=4)
@@ -78,7 +74,7 @@ class AnyMatcher:
 def own_classes() -> set[type]:
     """What a request holds for itself: the classes of its fields, but for those of the engine's own books."""
     hints = typing.get_type_hints(Request, vars(session))
-    found = {Request}
+    found = {Request, StopRule, TextStopRule}  # the rules are in its specification
     for field in dataclasses.fields(Request):
         for kind in (hints[field.name], *typing.get_args(hints[field.name])):
             if inspect.isclass(kind) and kind.__module__.startswith("hf_paged."):
@@ -96,8 +92,8 @@ def functions_of(kind: type) -> list[str]:
 
 
 # What runs before a request is queued, in its caller's own thread: there it raises.
-AT_ADD = {(SlotParameters, "lines"), (SlotParameters, "filtered"), (StopPolicy, "stream"),
-          *((PreviousOutput, name) for name in ("checked", "known_logprobs", "known_top_logprobs", "known_versions"))}
+AT_ADD = {(StopPolicy, "stream"),
+          *((RequestSpec, name) for name in ("but", "with_options", "scoring_only"))}
 # What a sharded model asks before a request is queued.
 OF_RANKS = {(StopRule, "without_deadline"), (TextStopRule, "without_deadline")}
 # The engine finds a request by these, which read fields only.
@@ -132,7 +128,7 @@ def breaking(monkeypatch, kind, name, is_victims):
         yield calls
 
 
-def run(engine, before_steps=lambda ids: nullcontext(), interrupt_at=None, cuts=True, guesses=False):
+def run(engine, before_steps=lambda ids: nullcontext(), interrupt_at=None, guesses=False):
     config = GenerationConfig(max_new_tokens=10, stop_strings=[STOP[0]], max_time=1e6)
     prompts = [{"prompt_token_ids": prompt, "output_token_ids": []} for prompt in PROMPTS]
     engine.grammar_of = lambda structured: AnyGrammar()
@@ -140,7 +136,7 @@ def run(engine, before_steps=lambda ids: nullcontext(), interrupt_at=None, cuts=
     if guesses:  # which no request makes that follows a grammar
         del asked["structured"]
         config.prompt_lookup_num_tokens = 3
-    ids = [engine.add_request(prompt, config, **asked, include_stop_str_in_output=not cuts) for prompt in prompts]
+    ids = [engine.add_request(prompt, config, **asked, include_stop_str_in_output=False) for prompt in prompts]
     made, emitted, steps = {}, {i: [] for i in ids}, 0
     with before_steps(ids) as calls:
         while engine.has_unfinished():
@@ -169,15 +165,15 @@ def test_every_function_of_a_request_may_raise(monkeypatch, kind, name, overlap)
 
     def arm(ids):
         request = engine._core.requests[ids[VICTIM]]
-        held = (request, request.text, request.text._stream, request.stop, request.parameters, request.made,
-                request.ending, request.top, request.prompt_top)
+        held = (request, request.text, request.text._stream, request.spec.stop, request.row,
+                request.spec.previous, request.ending, request.top, request.prompt_top)
         mine = set(map(id, held))
         if kind is AnyGrammar:
             request.grammar = AnyGrammar()
         return breaking(monkeypatch, kind, name,
                         lambda owner: id(owner) in mine or owner is request.grammar or owner is request.matcher)
 
-    made, emitted, calls = run(engine, arm, interrupt_at=4, cuts=kind is not TextStream)  # the text that is not cut
+    made, emitted, calls = run(engine, arm, interrupt_at=4)
     assert calls, f"{kind.__name__}.{name} is not called in this test's steps"
     assert_only_the_victim_failed(made, emitted, expected)
     assert [c.token_ids for c in run(engine)[0]] == [c.token_ids for c in expected]
@@ -230,7 +226,7 @@ def test_every_hook_of_every_feature_may_raise(monkeypatch, kind, name, overlap)
 
 def test_what_a_step_does_for_one_request_is_a_hook_of_a_feature():
     """No other function of the step takes a request, so that the tests above see everything."""
-    engine = loop, prepared_model, engine_state, request_table, request_maker, session, lockstep, observer
+    engine = loop, prepared_model, engine_state, session, lockstep, observer
     found = set()
     for module in (*engine, features, *PARTS):
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
@@ -240,8 +236,8 @@ def test_what_a_step_does_for_one_request_is_a_hook_of_a_feature():
                 if any(isinstance(n, ast.Name) and n.id == "Request" for a in annotations for n in ast.walk(a)):
                     found.add(node.name)
     # What these do calls nothing that a request brought along.
-    harmless = {"__init__", "__contains__", "remove", "drop", "keep", "unfit", "_end_unfit", "uses", "_unguarded",
-                "queued", "finished", "_awaits_prompt", "_open_matcher"}
+    harmless = {"__init__", "has", "remove", "drop", "keep", "unfit", "_end_unfit", "uses", "_unguarded",
+                "queued", "finished", "of", "_awaits_prompt", "_open_matcher"}
     of_hooks = {name for _, name in HOOKS} | {name for name in vars(StepFeature) if not name.startswith("_")}
     of_groups = {"_look", "started_over"}  # `_look` passes each request on through `attempt`
     assert found <= GUARDS | harmless | of_hooks | of_groups, found - GUARDS - harmless - of_hooks - of_groups
@@ -252,7 +248,7 @@ def test_a_tokenizer_that_fails_at_some_token_ends_the_request_that_made_it():
     model = tiny_model()
     engine = hf_paged.Engine(model, hf_paged.PagedConfig(), tokenizer)
     with engine.session() as whole:
-        ids = [engine.add(whole, NewRequest(prompt, RequestSettings(8), seed=0)) for prompt in PROMPTS]
+        ids = [engine.add(whole, RequestSpec(prompt, 8, seed=0)) for prompt in PROMPTS]
         made = {}
         while whole.unfinished():
             made |= {o.request_id: o.completion for o in engine.advance([whole])[0]}
@@ -264,7 +260,7 @@ def test_a_tokenizer_that_fails_at_some_token_ends_the_request_that_made_it():
             return own(token_ids, **kwargs)
 
         tokenizer.decode = decode
-        again = [engine.add(whole, NewRequest(prompt, RequestSettings(8), seed=0)) for prompt in PROMPTS]
+        again = [engine.add(whole, RequestSpec(prompt, 8, seed=0)) for prompt in PROMPTS]
         while whole.unfinished():
             made |= {o.request_id: o.completion for o in engine.advance([whole])[0]}
     for number, (before, after) in enumerate(zip(ids, again, strict=True)):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hf_paged.engine.fair_lock import _PATIENCE, FairLock
+from hf_paged.engine.locked_core import _PATIENCE, FairLock
 
 
 def spin(seconds: float) -> None:

@@ -17,13 +17,13 @@ from hf_paged.engine.features.deadlines import Deadlines
 from hf_paged.engine.features.drafts import Speculation
 from hf_paged.engine.features.feature_set import FeatureSet
 from hf_paged.engine.features.grammars import StructuredOutput
+from hf_paged.engine.features.kernel_waits import KernelWaits
 from hf_paged.engine.features.log_probs import LogProbs
 from hf_paged.engine.features.stop_rules import StopRules
 from hf_paged.engine.features.streaming import Streaming
 from hf_paged.engine.features.text import Text
 from hf_paged.engine.features.versions import Versions
-from hf_paged.engine.session import NewRequest
-from hf_paged.options.settings import RequestSettings
+from hf_paged.options.request_spec import RequestSpec
 
 OF_A_STEP = {"ends", "take", "committed", "before", "drafts", "samples_late", "masks", "due", "model_may_differ"}
 
@@ -38,14 +38,15 @@ def engine():
 
 def used(engine, session, **settings):
     """The features that a request with these settings uses."""
-    key = engine.add(session, NewRequest(random_prompts([9])[0], RequestSettings(4, **settings), seed=0))
+    key = engine.add(session, RequestSpec(random_prompts([9])[0], 4, **settings, seed=0))
     return {type(feature) for feature in engine._core.requests[key].features}
 
 
 @pytest.mark.parametrize(("settings", "feature"), [
     ({"timeout": 100.0}, Deadlines), ({"logprobs": "raw"}, LogProbs), ({"prompt_logprobs": True}, LogProbs),
-    ({"stop_token_ids": (5,)}, Text), ({"keeps_stop": False}, Text), ({"skips_special": False}, Text),
-    ({"draft_tokens": 3}, Speculation), ({"max_time": 100.0}, StopRules), ({}, None),
+    ({"stop_token_ids": (5,)}, Text), ({"include_stop_str_in_output": False}, Text),
+    ({"skip_special_tokens": False}, Text), ({"draft_tokens": 3}, Speculation),
+    ({"max_time": 100.0}, StopRules), ({}, None),
 ])
 def test_a_request_meets_the_features_that_its_settings_ask_for(engine, settings, feature):
     with engine.session(text=False) as session:
@@ -98,7 +99,7 @@ def test_after_an_interrupt_the_set_holds_the_requests_of_the_table(engine):
     with engine.session(text=False) as session:
         used(engine, session, logprobs="raw")
         kept, lost = [*core.requests.values()], core.make_request(
-            NewRequest([1, 2], RequestSettings(4, timeout=9.0), seed=0, request_id="lost"), session)
+            RequestSpec([1, 2], 4, timeout=9.0, seed=0, request_id="lost"), session)
         core.features.add(lost)
         core.features[LogProbs].requests.clear()
         core.features.keep(kept)
@@ -120,5 +121,5 @@ def test_all_features_of_the_folder_are_in_the_set(engine):
     """One that is not there would never be met."""
     assert {type(engine._core.features[kind]) for kind in StepFeature.__subclasses__()
             if kind.__module__.startswith(features.__name__)} == {
-        Adapters, Deadlines, LogProbs, Speculation, StopRules, Streaming, StructuredOutput, Text, Versions}
+        Adapters, Deadlines, KernelWaits, LogProbs, Speculation, StopRules, Streaming, StructuredOutput, Text, Versions}
     assert isinstance(engine._core.features, FeatureSet)

@@ -1,4 +1,4 @@
-"""The heap is frozen while engines are busy; a full collection of an idle process takes back what engines froze."""
+"""The heap is frozen while an engine is busy, and thawed when the last one is idle."""
 
 from __future__ import annotations
 
@@ -8,37 +8,34 @@ import threading
 import weakref
 
 import pytest
-from support import Interrupt, batch, random_prompts, tiny_model
+from support import Interrupt, batch, in_child, random_prompts, tiny_model
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
 from hf_paged import PagedConfig, PagedGenerator
-from hf_paged.engine import frozen_heap
-from hf_paged.engine.frozen_heap import FrozenHeap, HeapHold
+from hf_paged.engine import engine_registry
+from hf_paged.engine.engine_registry import HeapHold, is_left_to_program
 from hf_paged.engine.loop import EngineCore
 
 INPUTS = batch([20, 9])
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _nobody_else_freezes():
-    """As programs are, and the test suite is not (conftest.py)."""
+def _no_other_code_freezes():
+    """As in most programs, and not in the test suite (conftest.py)."""
     gc.unfreeze()
     gc.collect()
+    is_left_to_program.cache_clear()
     yield
+    is_left_to_program.cache_clear()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def _starts_unfrozen_and_ends_so_after_a_full_collection():
+def _starts_and_ends_thawed():
     assert gc.get_freeze_count() == 0
     yield
-    gc.collect()
     assert gc.get_freeze_count() == 0 and gc.isenabled()
-    ours = [one for one in gc.callbacks if isinstance(getattr(one, "__self__", None), FrozenHeap)]
-    assert len(ours) == len({id(one.__self__) for one in ours}), "one of each heap, however often it was frozen"
-    for one in ours:
-        gc.callbacks.remove(one)
 
 
 @pytest.fixture
@@ -93,17 +90,10 @@ def test_a_call_in_lockstep_does_as_well(model):
     assert watching.frozen == [True] * 4
 
 
-@pytest.fixture
-def heap():
-    """Of its own, as one of a process."""
-    return FrozenHeap()
-
-
 def test_a_call_freezes_the_heap(model):
-    assert all(one_row(model)[:-1])
-    assert gc.get_freeze_count() > 100_000
-    gc.collect()
-    assert gc.get_freeze_count() == 0
+    counts = []
+    frozen = one_row(model, lambda: counts.append(gc.get_freeze_count()))
+    assert all(frozen[:-1]) and max(counts) > 100_000 and gc.get_freeze_count() == 0
     assert all(one_row(model)[:-1])
 
 
@@ -127,105 +117,73 @@ def test_the_heap_is_looked_at_once_the_device_has_work(monkeypatch):
             assert seen == [("launch", False), ("commit", True), *[("launch", True), ("commit", True)] * 3]
 
 
-@pytest.mark.slow
-def test_garbage_of_before_is_collected_afterwards_and_garbage_of_during_at_once(model):
-    before = Thing()
-    old, seen = weakref.ref(before), []
-
-    def collect():
-        nonlocal before
-        before, during = None, Thing()
-        new = weakref.ref(during)
-        del during
-        gc.collect()
-        seen.append((old() is None, new() is None))
-
-    one_row(model, lambda: collect() if gc.get_freeze_count() else None)
-    *during_the_call, at_its_end = seen
-    assert set(during_the_call) == {(False, True)} and at_its_end == (True, True)
-
-
-def test_young_garbage_is_collected_before_the_heap_is_frozen(heap):
-    thing = weakref.ref(Thing())
-    heap.hold(1)
-    assert thing() is None and gc.get_freeze_count()
-    heap.let_go(1)
+def test_garbage_of_before_is_collected_afterwards_and_garbage_of_during_at_once():
+    old, hold = weakref.ref(before := Thing()), HeapHold()
+    gc.collect(1)  # the object is in an older generation
+    hold.note(True)
+    new, young = weakref.ref(Thing()), old()
+    del before, young
     gc.collect()
+    assert old() is not None and new() is None
+    hold.note(False)
+    gc.collect()
+    assert old() is None
+
+
+def test_young_garbage_is_collected_before_the_heap_is_frozen():
+    thing, hold = weakref.ref(Thing()), HeapHold()
+    hold.note(True)
+    assert thing() is None and gc.get_freeze_count()
+    hold.note(False)
 
 
 def test_the_heap_stays_frozen_until_no_engine_is_busy():
     first, second = HeapHold(), HeapHold()
     for hold, is_busy in ((first, True), (second, True), (first, True), (first, False)):
         hold.note(is_busy)
-        gc.collect()
         assert gc.get_freeze_count()
-    del second
-    gc.collect()
-    assert gc.get_freeze_count() == 0
+    del second  # a busy engine that was dropped
 
 
-def test_what_is_made_while_the_heap_is_frozen_is_not_frozen_by_the_next_call(heap):
-    """Else a process that is always busy would leave out more and more."""
-    heap.hold(1)
-    heap.let_go(1)
+def test_what_the_program_froze_stays_frozen(model):
+    is_left_to_program.cache_clear()
     thing = Thing()
-    seen = weakref.ref(thing)
-    heap.hold(1)
-    del thing
-    gc.collect()
-    assert seen() is None and gc.get_freeze_count()
-    heap.let_go(1)
-    gc.collect()
-
-
-def is_frozen(thing):
-    """None of the lists that collections look through has it."""
-    return not any(one is thing for generation in range(3) for one in gc.get_objects(generation))
-
-
-@pytest.mark.parametrize("when", ["before", "during", "afterwards"])
-def test_what_a_caller_froze_stays_frozen(model, when):
-    """Also where more of what engines froze has died than was frozen by the caller."""
-    dying = [[] for _ in range(20_000)]
-    thing = Thing()
-
-    def freeze():
-        gc.freeze()
-        assert is_frozen(thing)
-
-    if when == "before":
-        freeze()
+    gc.freeze()
     try:
-        one_row(model, freeze if when == "during" else lambda: None)
-        if when == "afterwards":
-            thing = Thing()
-            dying.clear()
-            freeze()
-        for _ in range(2):
-            gc.collect()
-            assert is_frozen(thing)
-            one_row(model)
+        one_row(model)
+        assert not any(one is thing for generation in range(3) for one in gc.get_objects(generation))
     finally:
         gc.unfreeze()
-        gc.collect()
-    assert any(one_row(model)), "where the caller takes everything back, the next call freezes again"
+        is_left_to_program.cache_clear()
 
 
-def test_objects_that_others_froze_are_counted_once_between_full_collections(heap, monkeypatch):
-    counts = []
-    monkeypatch.setattr(frozen_heap.gc, "get_freeze_count", lambda: counts.append(None) or 5)
-    for expected in (1, 2):
-        for _ in range(10):
-            heap.hold(1)
-        assert len(counts) == expected and not heap.is_frozen
-        gc.collect()
+def test_an_interrupt_behind_the_freezing_leaves_nothing_frozen(monkeypatch):
+    freeze, hold = gc.freeze, HeapHold()
+
+    def interrupted():
+        freeze()
+        raise Interrupt
+
+    monkeypatch.setattr(engine_registry.gc, "freeze", interrupted)
+    with pytest.raises(Interrupt):
+        hold.note(True)
+    assert gc.get_freeze_count()
+    hold.note(False)
 
 
 @pytest.mark.slow
-def test_a_caller_may_unfreeze_in_between(model):
-    assert any(one_row(model, gc.unfreeze))
-    gc.collect()
-    assert all(one_row(model)[:-1])
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_the_child_of_a_fork_freezes_for_itself(model):
+    hold = HeapHold()
+    hold.note(True)
+
+    def freeze():
+        hold.note(False)
+        assert not gc.get_freeze_count() and any(one_row(model))
+
+    assert in_child(freeze) == 0
+    hold.note(False)
 
 
 def test_nothing_is_frozen_while_collections_are_off(model):
@@ -301,38 +259,6 @@ def test_requests_that_are_ended_from_outside_leave_nothing_frozen(model, monkey
     assert gc.get_freeze_count() == 0
 
 
-def test_a_stream_abandoned_in_a_cycle_is_collected_once_no_step_comes(monkeypatch):
-    with PagedGenerator(tiny_model(), config=PagedConfig(num_blocks=64)) as generator:
-        thing = Thing()
-        thing.stream = generator.stream(random_prompts([12]), max_new_tokens=50)
-        next(thing.stream)
-        del thing
-        gc.collect()
-        assert gc.get_freeze_count(), "steps may go on"
-        monkeypatch.setattr(frozen_heap, "_PATIENCE", 0.0)
-        gc.collect()
-        assert gc.get_freeze_count() == 0 and generator.engine.stats().num_running == 0
-
-
-def test_an_interrupt_behind_the_freezing_leaves_nothing_frozen(heap, monkeypatch):
-    freeze = gc.freeze
-
-    def interrupted():
-        freeze()
-        raise Interrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(frozen_heap.gc, "freeze", interrupted)
-        with pytest.raises(Interrupt):
-            heap.hold(1)
-    heap.let_go(1)
-    gc.collect()
-    assert gc.get_freeze_count() == 0
-    heap.hold(1)
-    assert gc.get_freeze_count()
-    heap.let_go(1)
-
-
 @pytest.mark.slow
 def test_engines_in_threads_leave_nothing_frozen():
     def run():
@@ -350,37 +276,3 @@ def test_engines_in_threads_leave_nothing_frozen():
     gc.collect()
     assert gc.get_freeze_count() == 0
 
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_the_child_of_a_fork_takes_back_and_freezes_for_itself(model):
-    one_row(model)
-    if (child := os.fork()) == 0:
-        status = 1
-        try:
-            was_frozen = gc.get_freeze_count() > 0
-            gc.collect()
-            was_taken_back = gc.get_freeze_count() == 0
-            status = 0 if was_frozen and was_taken_back and any(one_row(model)) else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert gc.get_freeze_count()
-
-
-def test_another_librarys_callback_hears_of_a_collection_that_takes_everything_back(heap):
-    """Python walks the callbacks by number: one that goes away meanwhile would hide the next one."""
-    heard = []
-
-    def timer(phase, info):
-        heard.append(phase)
-
-    heap.hold(1)
-    heap.let_go(1)
-    gc.callbacks.append(timer)
-    try:
-        gc.collect()
-    finally:
-        gc.callbacks.remove(timer)
-    assert heard == ["start", "stop"] and not heap.is_frozen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import warnings
@@ -31,16 +32,21 @@ from transformers import GenerationConfig, TextIteratorStreamer
 
 import hf_paged
 from hf_paged.engine.features.grammars import StructuredOutput
-from hf_paged.engine.lockstep_throttle import LockstepThrottle
-from hf_paged.engine.mask_maker import MaskMaker
+from hf_paged.engine.features.lockstep import LockstepThrottle
+from hf_paged.engine.structured.mask_maker import MaskMaker
 
-MODEL = tiny_model()
+shared_model = functools.cache(tiny_model)
 INPUTS = batch([30, 17, 25, 9, 31])
-OPTIONS = {"max_new_tokens": 24, "eos_token_id": [stock_generate(MODEL, **INPUTS, max_new_tokens=8)[1, -1].item()]}
-EXPECTED = stock_generate(MODEL, **INPUTS, **OPTIONS)
+OPTIONS = {"max_new_tokens": 24, "eos_token_id": [80]}  # the second row ends after 8 tokens
 POOLS = {"wide": None, "tight": 7}  # tight: five rows of up to 4 blocks each in 6 blocks, with preemption
 SHORT = OPTIONS | {"max_new_tokens": 12}  # for hundreds of calls
-EXPECTED_SHORT = stock_generate(MODEL, **INPUTS, **SHORT)
+
+
+@functools.cache
+def of_stock(max_new_tokens=24):
+    made = stock_generate(shared_model(), **INPUTS, **OPTIONS | {"max_new_tokens": max_new_tokens})
+    assert made[1, 38] == 80
+    return made
 
 
 class LaunchError(RuntimeError):
@@ -49,8 +55,8 @@ class LaunchError(RuntimeError):
 
 @pytest.fixture
 def model():
-    yield MODEL
-    hf_paged.disable(MODEL)
+    yield shared_model()
+    hf_paged.disable(shared_model())
 
 
 @contextmanager
@@ -89,7 +95,7 @@ def _targets(engine):
         "scheduler.add": (scheduler, "add"),
         "loop.end": (engine._core, "end"),
         "loop._commit": (engine._core, "_commit"),
-        "loop._receive": (engine._core, "_receive"),
+        "loop._receive_requests": (engine._core, "_receive_requests"),
         "manager.allocate_slots": (scheduler.kv_cache_manager, "allocate_slots"),
         "manager.publish": (scheduler.kv_cache_manager, "publish"),
         "manager.free": (scheduler.kv_cache_manager, "free"),
@@ -99,17 +105,17 @@ def _targets(engine):
 
 TARGETS = (
     "runner.launch", "runner._sample", "state.admit", "state.inputs", "executor.hidden_states", "scheduler.schedule",
-    "scheduler.commit", "scheduler.add", "loop.end", "loop._commit", "loop._receive",
+    "scheduler.commit", "scheduler.add", "loop.end", "loop._commit", "loop._receive_requests",
     "manager.allocate_slots", "manager.publish", "manager.free", "pool.allocate",
 )
 
 
 def assert_survives(overlap, pool, target, at, after, error, warm):
     """A call that dies in the `at`-th call of `target`, if there are so many, leaves an engine that is right."""
-    model = hf_paged.enable(MODEL, strict=True, overlap=overlap, num_blocks=POOLS[pool])
+    model = hf_paged.enable(shared_model(), strict=True, overlap=overlap, num_blocks=POOLS[pool])
     try:
         # The first call makes the pool; `warm` ones also leave a prefix cache behind, which the next may hit.
-        assert_native_parity(model, EXPECTED_SHORT, **INPUTS, **SHORT) if warm else model.generate(
+        assert_native_parity(model, of_stock(12), **INPUTS, **SHORT) if warm else model.generate(
             **batch([3]), max_new_tokens=2
         )
         engine = hf_paged.get_engine(model)
@@ -122,10 +128,10 @@ def assert_survives(overlap, pool, target, at, after, error, warm):
                 died = True
             else:
                 assert not reached()
-                assert_same_tensor(output, EXPECTED_SHORT)
+                assert_same_tensor(output, of_stock(12))
         assert died == reached()
         assert_idle(model)
-        assert_native_parity(model, EXPECTED_SHORT, **INPUTS, **SHORT)
+        assert_native_parity(model, of_stock(12), **INPUTS, **SHORT)
         assert (engine.stats().num_preemptions > 0) == (pool == "tight")
         return died
     finally:
@@ -179,7 +185,7 @@ def test_a_raising_streamer(model, overlap, at, error):
     engine = hf_paged.get_engine(model)
     if engine.stats().num_blocks:  # the first put is the prompt, before anything was made
         assert_idle(model)
-    assert_native_parity(model, EXPECTED, **INPUTS, **OPTIONS)
+    assert_native_parity(model, of_stock(), **INPUTS, **OPTIONS)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -192,7 +198,7 @@ def test_a_raising_launch_in_the_first_call_of_all(model, overlap, monkeypatch):
         with pytest.raises(LaunchError):
             model.generate(**INPUTS, **OPTIONS)
     assert_idle(model)
-    assert_native_parity(model, EXPECTED, **INPUTS, **OPTIONS)
+    assert_native_parity(model, of_stock(), **INPUTS, **OPTIONS)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -207,19 +213,19 @@ def test_a_launch_that_fails_half_way_leaves_no_prefix_behind(model, overlap):
     with raising(engine._core.pool.runner, "launch", 1, False, LaunchError("no memory")), pytest.raises(LaunchError):
         model.generate(**INPUTS, **OPTIONS)
     before = engine.stats().prefix_cache_hits
-    assert_native_parity(model, EXPECTED, **INPUTS, **OPTIONS)
+    assert_native_parity(model, of_stock(), **INPUTS, **OPTIONS)
     assert engine.stats().prefix_cache_hits == before
 
 
 def test_an_interrupt_while_the_pool_is_made(model, monkeypatch):
-    import hf_paged.runner.device as pool_module
+    import hf_paged.runner.memory as pool_module
 
     hf_paged.enable(model, strict=True)
     with monkeypatch.context() as patch:
         patch.setattr(pool_module, "ModelRunner", lambda *args, **kwargs: (_ for _ in ()).throw(Interrupt()))
         with pytest.raises(Interrupt):
             model.generate(**INPUTS, **OPTIONS)
-    assert_native_parity(model, EXPECTED, **INPUTS, **OPTIONS)
+    assert_native_parity(model, of_stock(), **INPUTS, **OPTIONS)
 
 
 def test_an_interrupt_while_the_pool_grows(model):
@@ -263,7 +269,7 @@ def test_streaming_text_from_a_thread(model, overlap):
     tokenizer = byte_tokenizer()
     stock, ours = TextIteratorStreamer(tokenizer), TextIteratorStreamer(tokenizer)
     inputs = batch([17])
-    MODEL.generate(**inputs, max_new_tokens=24, streamer=stock)
+    shared_model().generate(**inputs, max_new_tokens=24, streamer=stock)
     hf_paged.enable(model, strict=True, overlap=overlap)
     thread = threading.Thread(target=model.generate, kwargs={**inputs, "max_new_tokens": 24, "streamer": ours})
     thread.start()
@@ -276,16 +282,16 @@ def test_streaming_text_from_a_thread(model, overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_streamer_gets_what_stock_puts(model, overlap):
     stock, ours = RecordingStreamer(), RecordingStreamer()
-    MODEL.generate(**INPUTS, **OPTIONS, streamer=stock)
+    shared_model().generate(**INPUTS, **OPTIONS, streamer=stock)
     hf_paged.enable(model, strict=True, overlap=overlap)
-    assert_native_parity(model, EXPECTED, **INPUTS, **OPTIONS, streamer=ours)
+    assert_native_parity(model, of_stock(), **INPUTS, **OPTIONS, streamer=ours)
     assert ours.puts == stock.puts
     assert ours.ended == stock.ended == 1
 
 
 def test_a_streamer_gets_columns_in_order_where_rows_are_preempted(model):
     stock, ours = RecordingStreamer(), RecordingStreamer()
-    MODEL.generate(**INPUTS, max_new_tokens=40, streamer=stock)
+    shared_model().generate(**INPUTS, max_new_tokens=40, streamer=stock)
     hf_paged.enable(model, strict=True, num_blocks=9)
     model.generate(**INPUTS, max_new_tokens=40, streamer=ours)
     assert hf_paged.get_engine(model).stats().num_preemptions > 0
@@ -360,7 +366,7 @@ def test_generate_called_by_a_streamer_of_the_same_model(model):
                     warnings.simplefilter("ignore", hf_paged.FallbackWarning)
                     inner.append(model.generate(**inner_inputs, max_new_tokens=6))
 
-    assert_same_tensor(model.generate(**INPUTS, **OPTIONS, streamer=Nested()), EXPECTED)
+    assert_same_tensor(model.generate(**INPUTS, **OPTIONS, streamer=Nested()), of_stock())
     assert_same_tensor(inner[0], inner_expected)
     assert_idle(model)
 
@@ -382,7 +388,7 @@ def test_generate_called_inside_a_step_goes_to_stock(model):
 
     engine._core.pool.runner.launch = nested_launch
     with pytest.warns(hf_paged.FallbackWarning, match="inside a step"):
-        assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
+        assert_same_tensor(model.generate(**INPUTS, **OPTIONS), of_stock())
     assert_same_tensor(inner[0], inner_expected)
 
 
@@ -394,7 +400,7 @@ def test_disable_while_a_stream_is_open_ends_it(model):
     hf_paged.disable(model)
     assert engine.stats().num_running == 0
     assert engine.stats().kv_cache_bytes == 0
-    assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
+    assert_same_tensor(model.generate(**INPUTS, **OPTIONS), of_stock())
 
 
 @pytest.mark.each_value
@@ -507,7 +513,7 @@ def test_a_request_that_was_half_added_or_half_finished_does_not_start_again(mod
     request_id = engine.add_request([1, 2, 3], GenerationConfig(max_new_tokens=4))
     del engine._public.open[request_id]
     engine._core.dirty = True
-    assert_native_parity(model, EXPECTED_SHORT, **INPUTS, **SHORT)
+    assert_native_parity(model, of_stock(12), **INPUTS, **SHORT)
     assert not engine._core.requests
     assert_idle(model)
 
@@ -525,7 +531,7 @@ def test_an_interrupt_while_the_engine_recovers_counts_nothing_twice(model, monk
     engine.step()
     after = engine.stats()
     assert (after.num_preemptions, after.prefix_cache_queries) == (before.num_preemptions, before.prefix_cache_queries)
-    assert_native_parity(model, EXPECTED_SHORT, **INPUTS, **SHORT)
+    assert_native_parity(model, of_stock(12), **INPUTS, **SHORT)
 
 
 def test_masks_after_an_interrupt_are_made_where_no_thread_writes(model):

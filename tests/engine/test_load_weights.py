@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 
@@ -14,7 +15,7 @@ from transformers import GenerationConfig
 from hf_paged import PagedGenerator, PartlyLoadedError
 
 PROMPT = random_prompts([37])[0]
-OTHER = tiny_model(7).state_dict()
+other_weights = functools.cache(lambda: tiny_model(7).state_dict())
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_every_form_of_weights_gives_the_other_models_tokens(generator, form):
     addresses = [parameter.data_ptr() for parameter in generator.model.parameters()]
     before = generated(generator)
     addresses = [parameter.data_ptr() for parameter in generator.model.parameters()]
-    generator.load_weights(form(OTHER))
+    generator.load_weights(form(other_weights()))
     after = generated(generator)
     assert after.token_ids == tokens_of(tiny_model(7)) != before.token_ids
     assert (after.num_cached_tokens, after.weight_versions) == (0, [1] * 12)
@@ -54,15 +55,15 @@ def test_every_form_of_weights_gives_the_other_models_tokens(generator, form):
 
 
 def test_tensors_of_another_dtype_are_cast(generator):
-    generator.load_weights({name: tensor.to(torch.bfloat16) for name, tensor in OTHER.items()})
+    generator.load_weights({name: tensor.to(torch.bfloat16) for name, tensor in other_weights().items()})
     for name, tensor in generator.model.state_dict().items():
-        assert torch.equal(tensor, OTHER[name].to(torch.bfloat16).float())
+        assert torch.equal(tensor, other_weights()[name].to(torch.bfloat16).float())
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep"])
 def test_requests_that_run_go_on_as_after_an_update(mode):
     made = []
-    for load in (lambda g: g.load_weights(iter(OTHER.items())), None):
+    for load in (lambda g: g.load_weights(iter(other_weights().items())), None):
         with PagedGenerator(tiny_model(), on_weight_change=mode) as generator:
             stream = generator.stream([PROMPT], max_new_tokens=20)
             outputs = [next(stream)[1] for _ in range(6)]
@@ -70,17 +71,17 @@ def test_requests_that_run_go_on_as_after_an_update(mode):
                 load(generator)
             else:
                 with generator.engine.weight_update():
-                    generator.model.load_state_dict(OTHER)
+                    generator.model.load_state_dict(other_weights())
             outputs += [output for _, output in stream]
             made.append((outputs[-1].completion.token_ids, outputs[-1].completion.weight_versions))
     assert made[0] == made[1] and made[0][1] == [0] * 6 + [1] * 14
 
 
 def test_several_calls_inside_of_one_update_are_one_version(generator):
-    names = list(OTHER)
+    names = list(other_weights())
     with generator.engine.weight_update():
-        generator.load_weights({name: OTHER[name] for name in names[::2]}, partial=True)
-        generator.load_weights({name: OTHER[name] for name in names[1::2]}, partial=True)
+        generator.load_weights({name: other_weights()[name] for name in names[::2]}, partial=True)
+        generator.load_weights({name: other_weights()[name] for name in names[1::2]}, partial=True)
     assert generator.engine.stats().weights_version == 1
     assert generated(generator).token_ids == tokens_of(tiny_model(7))
 
@@ -100,7 +101,7 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD)
 def test_what_is_wrong_in_a_dict_or_list_changes_nothing(generator, change, error, message):
-    before, weights = snapshot(generator.model), change(dict(OTHER))
+    before, weights = snapshot(generator.model), change(dict(other_weights()))
     with pytest.raises(error, match=message):
         generator.load_weights(weights)
     assert_unchanged(generator, before)
@@ -110,24 +111,24 @@ def test_what_is_wrong_in_a_dict_or_list_changes_nothing(generator, change, erro
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD[:5])
 def test_what_is_wrong_in_an_iterator_says_what_was_written(generator, change, error, message):
-    items = list(change(dict(OTHER)).items())
+    items = list(change(dict(other_weights())).items())
     with pytest.raises(PartlyLoadedError, match=message) as caught:
         generator.load_weights(iter(items))
     assert isinstance(caught.value.__cause__, error)
     written, state = caught.value.written, generator.model.state_dict()
     assert written == tuple(name for name, _ in items[: len(written)])
     old = tiny_model().state_dict()
-    for name in OTHER:
-        assert torch.equal(state[name], (OTHER if name in written else old)[name])
+    for name in other_weights():
+        assert torch.equal(state[name], (other_weights() if name in written else old)[name])
     assert generated(generator).weight_versions == [1] * 12
-    generator.load_weights(OTHER)
+    generator.load_weights(other_weights())
     assert generated(generator).token_ids == tokens_of(tiny_model(7))
 
 
 @pytest.mark.parametrize("error", [OSError("the trainer is gone"), KeyboardInterrupt()])
 def test_an_iterator_that_raises(generator, error):
     def weights():
-        yield from list(OTHER.items())[:2]
+        yield from list(other_weights().items())[:2]
         raise error
 
     expected = PartlyLoadedError if isinstance(error, OSError) else KeyboardInterrupt
@@ -141,14 +142,14 @@ def test_an_iterator_that_raises(generator, error):
 
     with pytest.raises(type(error)):
         generator.load_weights(none())
-    generator.load_weights(iter(OTHER.items()))
+    generator.load_weights(iter(other_weights().items()))
     assert generated(generator).token_ids == tokens_of(tiny_model(7))
 
 
 def test_an_iterator_may_not_use_the_engine(generator):
     def weights():
         generator.generate([PROMPT], max_new_tokens=2)
-        yield from OTHER.items()
+        yield from other_weights().items()
 
     with pytest.raises(RuntimeError, match=r"inside a weight_update\(\) of the same engine"):
         generator.load_weights(weights())
@@ -179,7 +180,7 @@ def test_a_model_with_adapters_has_the_names_of_its_state_dict():
     assert any("lora_A" in name for name in new)
     with PagedGenerator(model) as generator:
         with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.q_proj.weight' is no tensor"):
-            generator.load_weights(OTHER)
+            generator.load_weights(other_weights())
         generator.load_weights(new)
         made = generated(generator).token_ids
         assert all(torch.equal(tensor, new[name]) for name, tensor in model.state_dict().items())
@@ -192,7 +193,7 @@ def test_weights_come_back_by_name_and_as_copies(generator):
     assert list(found) == list(state)
     for name, tensor in found.items():
         assert torch.equal(tensor, state[name]) and tensor.data_ptr() != state[name].data_ptr()
-    generator.load_weights(OTHER)
+    generator.load_weights(other_weights())
     generator.load_weights(found)
     assert generated(generator).token_ids == tokens_of(tiny_model())
 
@@ -206,7 +207,7 @@ def test_other_threads_steps_wait_for_the_last_tensor(generator):
             made.append(output)
 
     def weights():
-        for item in OTHER.items():
+        for item in other_weights().items():
             steps.append(generator.engine._core.totals["steps"])
             time.sleep(0.005)
             yield item
@@ -216,7 +217,7 @@ def test_other_threads_steps_wait_for_the_last_tensor(generator):
     assert begun.wait(30)
     generator.load_weights(weights())
     thread.join(60)
-    assert len(steps) == len(OTHER) and len(set(steps)) == 1
+    assert len(steps) == len(other_weights()) and len(set(steps)) == 1
     versions = made[-1].completion.weight_versions
     assert len(versions) == 150 and set(versions) == {0, 1}
 
@@ -226,6 +227,6 @@ def test_a_closed_generator_has_no_weights_to_load_or_to_give():
     generator.engine.add_request(PROMPT, GenerationConfig(max_new_tokens=2))
     generator.close()
     with pytest.raises(RuntimeError, match="closed"):
-        generator.load_weights(OTHER)
+        generator.load_weights(other_weights())
     with pytest.raises(RuntimeError, match="closed"):
         next(generator.named_weights())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
+import invariants
 import pytest
 import torch
 from pairs import every_pair
@@ -18,34 +20,34 @@ from support import (
     stock_generate,
     tiny_model,
 )
+from threads import rows_of
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
+from hf_paged.engine.features.lockstep import LockstepThrottle
 from hf_paged.engine.lockstep import LockstepBatch
-from hf_paged.engine.lockstep_throttle import LockstepThrottle
-from hf_paged.integration.cache_name import CACHE_NAME
-from hf_paged.integration.paged_cache import PagedCache
+from hf_paged.integration.caches import CACHE_NAME, PagedCache
+from hf_paged.integration.enabled import view_of
 from hf_paged.integration.stock_loop import paged_forwards
-from hf_paged.integration.view import view_of
 from hf_paged.runner.model_runner import ModelRunner
-from hf_paged.scheduler import Sequence, invariants
+from hf_paged.scheduler import Sequence
 
-MODEL = tiny_model()
+shared_model = functools.cache(tiny_model)
 INPUTS = batch([20, 13, 5])
 OPTIONS = {"max_new_tokens": 12, "encoder_repetition_penalty": 1.2}
-EXPECTED = stock_generate(MODEL, **INPUTS, **OPTIONS)
+of_stock = functools.cache(lambda: stock_generate(shared_model(), **INPUTS, **OPTIONS))
 
 
 @pytest.fixture
 def model():
-    yield MODEL
-    hf_paged.disable(MODEL)
+    yield shared_model()
+    hf_paged.disable(shared_model())
 
 
 def test_logits_are_those_of_the_models_own_forward(model):
     engine = hf_paged.get_engine(hf_paged.enable(model))
     prompts = random_prompts([20, 7])
-    with engine.lockstep(prompts, 5) as rows:
+    with engine.lockstep(rows_of(prompts, 5)) as rows:
         found = rows.prompts()
         steps = torch.tensor([[3, 4], [5, 6]])
         after = rows.decode(steps)
@@ -59,7 +61,7 @@ def test_logits_are_those_of_the_models_own_forward(model):
 
 def test_rows_inside_rows_and_memory_that_they_hold(model):
     engine = hf_paged.get_engine(hf_paged.enable(model))
-    with engine.lockstep([[1, 2]], 3) as outer, engine.lockstep([[1, 2]], 3) as inner:
+    with engine.lockstep(rows_of([[1, 2]], 3)) as outer, engine.lockstep(rows_of([[1, 2]], 3)) as inner:
         assert torch.equal(outer.prompts(), inner.prompts())
         with pytest.raises(RuntimeError, match="under way"):
             engine.release_memory()
@@ -106,7 +108,7 @@ def test_threads_in_lockstep_and_native_at_once(model):
         thread.join(120)
         assert not thread.is_alive()
     for i in range(4):
-        assert_same_tensor(results[i], EXPECTED if i % 2 else native)
+        assert_same_tensor(results[i], of_stock() if i % 2 else native)
     assert_idle(model)
 
 
@@ -168,7 +170,7 @@ def test_a_call_that_dies_anywhere_leaves_a_working_engine(model, target, at, af
     engine.add_request(prompt, GenerationConfig(max_new_tokens=9))
     tokens = [t for _ in range(3) for output in engine.step() for t in output.new_token_ids]
     other = random_prompts([19, 4], seed=9)
-    with engine.lockstep(other, 4) as rows:  # of another caller, in the middle of their call
+    with engine.lockstep(rows_of(other, 4)) as rows:  # of another caller, in the middle of their call
         rows.prompts()
         rows.decode(torch.tensor([[3], [4]]))
         _die(model, engine, target, at, after, error)
@@ -182,7 +184,7 @@ def test_a_call_that_dies_anywhere_leaves_a_working_engine(model, target, at, af
     assert tokens == expected
     assert_idle(model)
     invariants.check(engine._core.scheduler)
-    assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
+    assert_same_tensor(model.generate(**INPUTS, **OPTIONS), of_stock())
     assert_native_parity(model, **INPUTS, max_new_tokens=6)
 
 
@@ -277,7 +279,7 @@ def test_what_was_planned_ahead_is_taken_back_where_the_caller_wants_something_e
     size = engine.config.block_size
     prompts = random_prompts([size - 2, 2 * size - 2])
     free = engine.stats().num_free_blocks
-    with engine.lockstep(prompts, 3 * size) as rows:
+    with engine.lockstep(rows_of(prompts, 3 * size)) as rows:
         rows.prompts()
         rows.decode(torch.tensor([[3], [4]]))
         assert rows._ahead is not None and rows.rows.lengths.tolist() == [size, 2 * size]
@@ -341,7 +343,7 @@ def test_two_callers_whose_own_code_disables_the_model_do_not_wait_for_each_othe
         thread.join(30)
     assert len(ended) == 2
     for result in ended:
-        assert "disabled" in str(result) if isinstance(result, RuntimeError) else torch.equal(result, EXPECTED)
+        assert "disabled" in str(result) if isinstance(result, RuntimeError) else torch.equal(result, of_stock())
 
 
 @pytest.mark.parametrize("method", ["answer", "plan_ahead"])
@@ -380,7 +382,7 @@ def test_what_goes_wrong_in_one_callers_rows_is_that_callers(model, method, monk
 
 def test_a_pool_that_cannot_grow_in_the_middle_is_out_of_memory(model, monkeypatch):
     hf_paged.enable(model, strict=True)
-    monkeypatch.setattr("hf_paged.runner.device.DevicePool.grow", lambda self, missing: self.num_blocks)
+    monkeypatch.setattr("hf_paged.runner.memory.DevicePool.grow", lambda self, missing: self.num_blocks)
     with pytest.raises(torch.OutOfMemoryError, match="blocks are missing"):
         model.generate(**batch([100] * 6), max_new_tokens=120, encoder_repetition_penalty=1.2)
     assert_idle(model)
@@ -467,7 +469,7 @@ def test_prompt_lookup_on_a_gpu_gives_the_greedy_tokens():
 
 def test_a_cache_is_cropped_by_numbers_and_by_tensors(model):
     engine = hf_paged.get_engine(hf_paged.enable(model, strict=True))
-    with engine.lockstep([[1, 2, 3, 4, 5, 6]], 4) as rows:
+    with engine.lockstep(rows_of([[1, 2, 3, 4, 5, 6]], 4)) as rows:
         cache = PagedCache(rows, 6, model.config.num_hidden_layers)
         view = view_of(model, paged_forwards)
         view(input_ids=torch.tensor([[1, 2, 3, 4, 5, 6]]), logits_to_keep=1, **{CACHE_NAME: cache})
@@ -490,7 +492,7 @@ def test_rows_that_forget_what_others_hold_as_well_go_on_in_blocks_of_their_own(
         prompt = prompt[:size]
     if where != "a beam's parent":
         new = new[:2]
-    with engine.lockstep([prompt] * 2, 4 * size) as rows:
+    with engine.lockstep(rows_of([prompt] * 2, 4 * size)) as rows:
         rows.prompts()
         for token in new:
             rows.decode(torch.tensor([[token]] * 2))
@@ -513,4 +515,4 @@ def test_launch_is_not_asked_for_lockstep(model, monkeypatch):
     """Native steps sample on the device; these must not."""
     hf_paged.enable(model, strict=True)
     monkeypatch.setattr(ModelRunner, "launch", lambda *args: (_ for _ in ()).throw(AssertionError("sampled")))
-    assert_same_tensor(model.generate(**INPUTS, **OPTIONS), EXPECTED)
+    assert_same_tensor(model.generate(**INPUTS, **OPTIONS), of_stock())

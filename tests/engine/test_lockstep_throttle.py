@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged.engine.lockstep_throttle import LockstepThrottle
+from hf_paged.engine.features.lockstep import LockstepThrottle
 
 
 @given(st.floats(1e-4, 0.1), st.floats(1.0, 20.0), st.integers(1, 400))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import pytest
@@ -10,15 +11,15 @@ from transformers import GenerationConfig
 
 import hf_paged
 
-MODEL = tiny_model()
+shared_model = functools.cache(tiny_model)
 LENGTHS = [30, 17, 25, 9, 31]
 
 
 @pytest.fixture
 def engine(request):
     options = getattr(request, "param", {})
-    yield hf_paged.get_engine(hf_paged.enable(MODEL, strict=True, **options))
-    hf_paged.disable(MODEL)
+    yield hf_paged.get_engine(hf_paged.enable(shared_model(), strict=True, **options))
+    hf_paged.disable(shared_model())
 
 
 class Books:
@@ -108,7 +109,7 @@ def test_books_hold_over_interrupts_at_any_point(engine):
         books_of_rest = run(engine)
         assert set(books_of_rest) <= ids  # outputs that an interrupted step() had taken are lost with it
         assert not books.open and not books.in_flight
-        assert_idle(MODEL)
+        assert_idle(shared_model())
     assert died > 5 and books.num_started_over >= died / 2
 
 
@@ -140,7 +141,7 @@ def test_aborted_requests_finish(engine):
 def test_calls_in_lockstep_are_steps_without_a_plan(engine, lockstep_only):
     books = Books()
     engine.watch(books)
-    MODEL.generate(**batch([9, 4]), max_new_tokens=3)
+    shared_model().generate(**batch([9, 4]), max_new_tokens=3)
     joined = [step for step in books.steps if step.joined]
     assert joined and all(step.plan is None and len(step.joined[0].slots) == 2 for step in joined)
 

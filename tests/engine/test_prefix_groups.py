@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import numpy as np
@@ -12,21 +13,22 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.engine.lockstep_throttle import LockstepThrottle
+from hf_paged.engine.features.lockstep import LockstepThrottle
 from hf_paged.models import KVSpec
+from hf_paged.models.base import PoolShape
 from hf_paged.runner.attention_inputs import AttentionInputs
-from hf_paged.runner.kv_reads import KVReads
+from hf_paged.runner.kv_cache import KVReads
 from hf_paged.runner.model_runner import ModelRunner
 
-MODEL = tiny_model()
+shared_model = functools.cache(tiny_model)
 PROMPT = random_prompts([40])[0]  # two full blocks of 16
 SAMPLED = {"do_sample": True, "max_new_tokens": 6, "seed": 0}
 
 
 @pytest.fixture
 def model():
-    yield MODEL
-    hf_paged.disable(MODEL)
+    yield shared_model()
+    hf_paged.disable(shared_model())
 
 
 @pytest.fixture
@@ -206,3 +208,7 @@ def test_a_window_is_counted_as_far_as_it_reaches():
     assert reads.num_saved_bytes == 4 * spec_bytes(spec)
     reads.count(np.array([0, 20], np.int32), np.array([5, 3], np.int32), saved_positions=0)  # of prompts
     assert reads.num_bytes == (full + 2 * windowed - 4 + 5 + 23 + 2 * (5 + 10)) * spec_bytes(spec)
+    unlike = KVReads()
+    unlike.use(spec._replace(pools=(PoolShape(2, 24, 16), PoolShape(1, 8, 8), PoolShape(1, 8, 8))), (None, 8, 8))
+    unlike.count(np.array([3, 7, 20], np.int32), np.ones(3, np.int32), saved_positions=4)
+    assert unlike.num_bytes == 2 * ((full - 4) * 2 * 40 + 2 * windowed * 16)

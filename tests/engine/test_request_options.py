@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 
@@ -16,8 +17,9 @@ from transformers import GenerationConfig, LogitsProcessor
 from hf_paged import PagedGenerator, UnsupportedOptionError
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.features.deadlines import Deadlines
-from hf_paged.options.request_options import PLAIN, RequestOptions
+from hf_paged.options.request_spec import PLAIN
 
+shared_model = functools.cache(tiny_model)
 PROMPTS = random_prompts([20, 5, 33, 16, 1])
 SAMPLED = {"do_sample": True, "seed": 3, "temperature": 1.3, "top_k": 0}
 # Of every option: a value that shows, and values that are refused.
@@ -45,11 +47,16 @@ def generator():
 
 def test_every_option_is_here_and_at_every_entry():
     """Another option has to be given values above, and an argument of each of these."""
-    assert set(VALUES) == set(RequestOptions._fields)
+    assert set(VALUES) == set(PLAIN)
     for entry in (PagedGenerator.generate, PagedGenerator.stream, Engine.add_request):
         found = inspect.signature(entry).parameters
         assert set(VALUES) <= set(found)
-        assert {name: found[name].default for name in VALUES} == PLAIN._asdict()
+        assert {name: found[name].default for name in VALUES} == PLAIN
+
+
+def bare(spec):
+    """What a request asks for besides its prompt and random numbers."""
+    return spec.but(prompt=[], index=0, seed=0)
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -58,11 +65,11 @@ def test_each_entry_hands_an_option_to_its_requests(generator, monkeypatch, name
     engine, seen = generator.engine, []
     value, keywords = VALUES[name][0], {"max_new_tokens": 2, **WITH_IT.get(name, {})}
     add = engine.add
-    monkeypatch.setattr(engine, "add", lambda session, new: seen.append(new.settings) or add(session, new))
+    monkeypatch.setattr(engine, "add", lambda session, new: seen.append(bare(new)) or add(session, new))
     generator.generate(PROMPTS[:1], **keywords, **{name: value})
     list(generator.stream(PROMPTS[:1], **keywords, **{name: value}))
     engine.add_request(PROMPTS[0], **keywords, **{name: value})
-    generator.generate(PROMPTS[:2], **keywords, **{name: [value, getattr(PLAIN, name)]})
+    generator.generate(PROMPTS[:2], **keywords, **{name: [value, PLAIN[name]]})
     while engine.has_unfinished():
         engine.step()
     generator.generate(PROMPTS[:1], **keywords)
@@ -140,14 +147,11 @@ def test_penalties_are_those_of_the_definition(generator, presence, frequency, r
                               frequency_penalty=[frequency, 0.0, frequency, frequency, 0.0])
     for index, (prompt, completion) in enumerate(zip(PROMPTS, made, strict=True)):
         own = 0.0 if index in (1, 4) else frequency
-        expected = STOCK.generate(
+        expected = shared_model().generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=12,
             repetition_penalty=repetition, logits_processor=[Counted(len(prompt), presence, own)],
         )
         assert completion.token_ids == expected[0, len(prompt) :].tolist()
-
-
-STOCK = tiny_model()
 
 
 @pytest.mark.slow

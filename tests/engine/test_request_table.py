@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sized
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -32,7 +32,7 @@ from lora_models import with_adapter  # noqa: E402
 
 PROMPTS = random_prompts([20, 9, 33], seed=2)
 LENGTH = 6
-FILES = ("/loop.py", "/engine_state.py", "/prepared_model.py", "/session.py", "/request_table.py",
+FILES = ("/loop.py", "/engine_state.py", "/prepared_model.py", "/session.py",
          *(f"/features/{name}.py" for name in
            ("feature_set", "adapters", "log_probs", "streaming", "text", "versions")))
 LENT = ("q_proj", "v_proj")  # the modules of the adapter that comes and goes
@@ -108,13 +108,13 @@ def queued(engine: Any, **options: Any) -> Any:
 
 def test_no_part_of_the_table_keeps_what_was_removed(engine):
     """Whatever parts it has."""
-    table, request = engine._core._table, queued(engine, timeout=100.0)
-    parts = [part for part in vars(table).values() if isinstance(part, Sized)]
+    core, request = engine._core, queued(engine, timeout=100.0)
+    parts = [part for part in vars(core).values() if isinstance(part, Mapping) and request.request_id in part]
     parts += [feature.requests for feature in request.features]
-    assert len(parts) == 3 + 4 and all(request.request_id in part for part in parts) and request in table
-    table.remove(request)
-    assert not any(map(len, parts)) and request not in table and not request.session.open
-    table.remove(request)
+    assert len(parts) == 3 + 4 and all(request.request_id in part for part in parts) and core.has(request)
+    core.drop(request)
+    assert not any(map(len, parts)) and not core.has(request) and not request.session.open
+    core.drop(request)
 
 
 def test_to_end_a_request_again_changes_nothing(engine):
@@ -133,9 +133,9 @@ def test_one_that_is_dropped_from_the_table_is_not_the_next_one_of_its_id(engine
     first = queued(engine, request_id="same")
     engine.abort("same")
     second = queued(engine, request_id="same")
-    engine._core._table.remove(first)
+    engine._core.drop(first)
     engine._core.end(first, "abort")
-    assert second in engine._core._table
+    assert engine._core.has(second)
     assert [one.finish_reason for _, one in completions(engine)] == ["abort", "length"]
 
 
@@ -143,7 +143,7 @@ def test_times_that_are_over(engine):
     core, deadlines = engine._core, engine._core.features[Deadlines]
     slow, quick, _ = queued(engine, timeout=0.5), queued(engine, timeout=1e-9), queued(engine)
     assert deadlines.due() == [quick]
-    core._table.remove(quick)
+    core.drop(quick)
     assert deadlines.due() == []
     core.dirty = True  # as an interrupt leaves it
     core.recover_if_dirty()

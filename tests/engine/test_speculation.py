@@ -27,8 +27,8 @@ import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.engine.features import drafts as speculation
 from hf_paged.engine.features.drafts import Drafter, Rollouts, Speculation
-from hf_paged.engine.stop_rules import StopRule
-from hf_paged.engine.token_index import TokenIndex
+from hf_paged.engine.features.stop_rules import StopRule
+from hf_paged.engine.features.token_index import TokenIndex
 from hf_paged.scheduler import Status
 
 LOOKUP = {"prompt_lookup_num_tokens": 7}
@@ -343,7 +343,7 @@ def test_a_stop_string_among_accepted_guesses_ends_the_request_there(guessing, o
         plain = generator.generate(ASCII, max_new_tokens=40)
         outputs = {tuple(one.prompt_token_ids): one.token_ids for one in plain}
         ends = set()
-        for cut in range(1, 24, 2):
+        for cut in range(1 + 2 * overlap, 24, 4):
             configs = [GenerationConfig(stop_strings=one.text[cut : cut + 2], **LOOKUP) for one in plain[:3]]
             options = {"generation_config": [*configs, GenerationConfig()], "include_stop_str_in_output": keeps_stop}
             guessing(lambda sequence: [])
@@ -351,7 +351,7 @@ def test_a_stop_string_among_accepted_guesses_ends_the_request_there(guessing, o
             guessing(lambda sequence: outputs[tuple(sequence.prompt_token_ids)][sequence.num_output_tokens :][:7])
             assert one_of_each(generator, ASCII, **options) == expected, cut
             ends |= {len(one[0]) for one in expected if one[2] == "stop"}
-        assert len(ends) > 8
+        assert len(ends) > 4
         stats = generator.engine.stats()
         assert stats.num_accepted_draft_tokens > 0 and stats.num_free_blocks == stats.num_blocks - 1
 
@@ -544,9 +544,12 @@ def test_guesses_are_made_where_they_bring_more_than_they_cost(num_guessing, num
     assert sum(1 + len(tokens) for tokens in found.values()) <= 128
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_an_interrupt_among_the_indexes_harms_no_later_guess(step):
-    """An index that the interrupt left half-way is not looked at again: neither by its request nor by later ones."""
+@pytest.mark.parametrize("times", [2, pytest.param(1000, marks=pytest.mark.slow)])
+def test_an_interrupt_among_the_indexes_harms_no_later_guess(times):
+    """An index that the interrupt left half-way is not looked at again: neither by its request nor by later ones.
+
+    Behind the first `times` calls of each line.
+    """
     prompt, config = [70, 71, 72, 73] * 3, GenerationConfig(max_new_tokens=8, prompt_lookup_num_tokens=4)
     model = tiny_model(vocab_size=256)
 
@@ -557,22 +560,27 @@ def test_an_interrupt_among_the_indexes_harms_no_later_guess(step):
                     return output.completion.token_ids, output.completion.error
         return None
 
-    plain = hf_paged.Engine(model, hf_paged.PagedConfig(num_blocks=40))
-    plain.add_request(prompt, config, request_id="a")
-    expected = finish(plain, "a")
-    assert expected[1] is None
-    for at in range(step, 400, 3):
+    def run(at):
         engine = hf_paged.Engine(model, hf_paged.PagedConfig(num_blocks=40))
         engine.add_request(prompt, config, request_id="a")
         with suppress(Interrupt), interrupted_behind(at, "/token_index.py", "/features/drafts.py") as places:
             while engine.has_unfinished():
                 engine.step()
-        if len(places) < at:
-            break
+        return engine, places
+
+    plain = hf_paged.Engine(model, hf_paged.PagedConfig(num_blocks=40))
+    plain.add_request(prompt, config, request_id="a")
+    expected = finish(plain, "a")
+    assert expected[1] is None
+    _, all_places = run(None)
+    assert 50 < len(all_places) < 400
+    for at, place in enumerate(all_places, 1):
+        if all_places[:at].count(place) > times:
+            continue
+        engine, places = run(at)
+        assert places == all_places[:at]
         for name in ("a", "b"):
             if name == "b":
                 engine.add_request(prompt, config, request_id=name)
             found = finish(engine, name)
             assert found in (expected, None) if name == "a" else found == expected, places[-1]
-    else:
-        pytest.fail("the interrupts never came behind the last call")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from support import byte_tokenizer
 
-from hf_paged.engine.text import StopTexts, cut
-from hf_paged.integration.continuous_batching.requests import ServedOutput
-from hf_paged.server.choices import finish_reason
+from hf_paged.engine.text import StopPolicy, StopTexts, cut
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -51,9 +50,16 @@ def test_nothing_follows_a_stop():
     assert watch.finish() == ""
 
 
-def test_an_end_at_the_last_token_that_was_allowed_is_no_matter_of_length():
-    def reason(how, is_met=False, most=2):
-        return finish_reason(ServedOutput("one", generated_tokens=[5, 6], finish_reason=how), is_met, most)
-
-    assert [reason("eos"), reason("stop"), reason("length", is_met=True), reason(None, is_met=True)] == ["stop"] * 4
-    assert [reason("length"), reason(None), reason(None, most=3)] == ["length", "length", "stop"]
+@pytest.mark.parametrize("stops", [("lo",), ("x", "lo")])
+def test_a_stop_at_the_last_token_that_was_allowed_is_no_matter_of_length(stops):
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("hello")["input_ids"]
+    assert tokenizer.decode(ids) == "hello"
+    cuts, keeps = StopPolicy(stops, keeps_stop=False), StopPolicy(stops)
+    assert cuts.reason("length", ids, tokenizer) == ("stop", "lo")
+    assert cuts.text("length", ids, tokenizer) == "hel"
+    assert cuts.reason("length", ids[:-1], tokenizer) == ("length", None)
+    assert cuts.reason("length", ids, None) == ("length", None)
+    assert cuts.text("length", ids[:-1], tokenizer) == "hell"
+    assert keeps.reason("length", ids, tokenizer) == ("length", None)  # as `model.generate` ends there
+    assert keeps.text("length", ids, tokenizer) == "hello"

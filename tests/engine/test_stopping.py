@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_paged.engine.features import CommittedStep
-from hf_paged.engine.features.stop_rules import StopRules
-from hf_paged.engine.stop_rules import StopRule, TextStopRule
+from hf_paged.engine.features.stop_rules import StopRule, StopRules, TextStopRule
+from hf_paged.options.request_spec import RequestSpec
 
 BAD, STOP, PLAIN = 7, 8, 9
 
@@ -42,7 +42,7 @@ def ended(rows):
 
     feature.attempt = attempt
     sequences = [SimpleNamespace(request_id=name) for name, _, _ in rows]
-    feature.requests = {name: SimpleNamespace(request_id=name, stop=rule, sequence=sequence, error=None)
+    feature.requests = {name: SimpleNamespace(request_id=name, spec=RequestSpec(stop=rule), sequence=sequence)
                         for (name, rule, _), sequence in zip(rows, sequences, strict=True)}
     step = CommittedStep(SimpleNamespace(sequences=sequences), None, np.array([token for *_, token in rows]), 0)
     for row in feature.ends(step, np.ones(len(rows), bool)):

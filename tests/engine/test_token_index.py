@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_paged.engine import token_index
-from hf_paged.engine.token_index import NGRAM, Match, TokenIndex
+from hf_paged.engine.features import token_index
+from hf_paged.engine.features.token_index import NGRAM, Match, TokenIndex
 
 TEXT = st.lists(st.integers(0, 2), max_size=12)  # so few tokens that everything repeats
 

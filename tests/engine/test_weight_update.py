@@ -20,14 +20,14 @@ from support import (
     stock_generate,
     tiny_model,
 )
+from threads import rows_of
 from transformers import DynamicCache, GenerationConfig
 from updated_weights import ORACLES, kept, recomputed
 
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.engine.session import NewRequest
 from hf_paged.errors import EngineClosedError
-from hf_paged.options.settings import RequestSettings
+from hf_paged.options.request_spec import RequestSpec
 
 PROMPT = random_prompts([37])[0]
 MODES = ("recompute", "keep")
@@ -290,7 +290,7 @@ def test_nothing_of_mixed_weights_is_served_later(lengths, modes, plan, num_bloc
 def assert_fresh(model, engine, prompt):
     """A prompt's log-probabilities are those of a forward with the weights as they are: keys that it hits are, too."""
     with engine.session() as session:
-        engine.add(session, NewRequest(prompt, RequestSettings(2, logprobs="processed"), seed=0))
+        engine.add(session, RequestSpec(prompt, 2, logprobs="processed", seed=0))
         while session.unfinished():
             for output in engine.advance([session])[0]:
                 completion = output.completion
@@ -314,7 +314,7 @@ def rolling_out(engine, prompts, **config):
             while not stop.is_set():
                 with engine.session() as session:
                     for prompt in prompts:
-                        engine.add(session, NewRequest(prompt, RequestSettings(20), seed=0))
+                        engine.add(session, RequestSpec(prompt, 20, seed=0))
                     while session.unfinished():
                         made.extend(o.completion for o in engine.advance([session])[0] if o.completion)
         except Exception as error:
@@ -447,7 +447,7 @@ def test_rows_in_lockstep_whose_prompt_is_half_computed_publish_nothing_of_it():
     """The first chunk, of the old weights, ends inside of a block."""
     model = enabled(max_num_batched_tokens=8, max_num_seqs=4)
     engine = hf_paged.get_engine(model)
-    with engine.lockstep([PROMPT], 4) as rows:
+    with engine.lockstep(rows_of([PROMPT], 4)) as rows:
         rows._asked = torch.empty(1, 0, dtype=torch.int64)
         engine._core.step()
         assert rows.is_computing

@@ -78,8 +78,8 @@ def test_weights_that_a_fused_optimizer_writes_are_noticed_on_the_device(caching
         model.generate(**inputs, **OPTIONS)
     attention = model.model.layers[0].self_attn
     merged = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-    assert torch.equal(engine._executor._copied.by_name["0.qkv"].weight, merged.bfloat16())
-    assert torch.equal(engine._executor._copied.by_name["lm_head"].weight, model.lm_head.weight.bfloat16())
+    assert torch.equal(engine._executor._linears.copied.by_name["0.qkv"].weight, merged.bfloat16())
+    assert torch.equal(engine._executor._linears.copied.by_name["lm_head"].weight, model.lm_head.weight.bfloat16())
 
 
 def test_unchanged_weights_are_not_copied_again():
@@ -87,7 +87,7 @@ def test_unchanged_weights_are_not_copied_again():
     executor, inputs = hf_paged.get_engine(model)._executor, prompts([30])
     with torch.autocast("cuda", torch.bfloat16):
         first = model.generate(**inputs, **OPTIONS)
-        copied = executor._copied.by_name["lm_head"].weight
+        copied = executor._linears.copied.by_name["lm_head"].weight
         copied.zero_()  # would be made good by a renewal
         second = model.generate(**inputs, **OPTIONS)
         assert not copied.any()

@@ -23,7 +23,7 @@ def test_right_and_wrong_guesses_change_no_token(monkeypatch, settings, lengths,
     """float32, where products of other shapes move no choice; groups of any size are read together."""
     torch.backends.cuda.matmul.allow_tf32 = False
     monkeypatch.setattr("hf_paged.attention.choose_groups.MIN_SAVED", 0)
-    monkeypatch.setattr("hf_paged.attention.plan_groups.MIN_SAVED_SHARE", 0.0)
+    monkeypatch.setattr("hf_paged.attention.plan_decode.MIN_SAVED_SHARE", 0.0)
     prompts, rng = random_prompts(lengths), random.Random(0)
     model = tiny_model(max_position_embeddings=2048).cuda()
     with hf_paged.PagedGenerator(model, num_blocks=600, max_num_seqs=16, attention_backend=backend) as generator:

@@ -19,9 +19,9 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.utils.import_utils import is_kernels_available
 
 import hf_paged
-from hf_paged.guards import hub_kernels
+from hf_paged.guards import replaced_forwards
+from hf_paged.models.family_executor import FamilyExecutor
 from hf_paged.models.fused import FusedExecutor
-from hf_paged.models.generic import GenericExecutor
 from hf_paged.models.paged_calls import paged_call
 
 kernels = importlib.import_module("kernels") if is_kernels_available() else None
@@ -62,7 +62,7 @@ def _kernelize(model, name, layer):
             kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu")
         return
     if layer is not None:
-        sys.modules[hub_kernels._LAYERS]._CACHED_LAYER[layer] = layer
+        sys.modules[replaced_forwards._LAYERS]._CACHED_LAYER[layer] = layer
     for module in model.modules():
         if getattr(type(module), "kernel_layer_name", None) == name:
             module.forward = MethodType((layer or type(module)).forward, module)
@@ -71,15 +71,15 @@ def _kernelize(model, name, layer):
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
     if kernels is None:
-        layers = ModuleType(hub_kernels._LAYERS)
+        layers = ModuleType(replaced_forwards._LAYERS)
         layers._CACHED_LAYER = {}
-        monkeypatch.setitem(sys.modules, hub_kernels._LAYERS, layers)
+        monkeypatch.setitem(sys.modules, replaced_forwards._LAYERS, layers)
         for variant in ("qwen3", "mistral"):
             for module in _model(variant).modules():
                 if type(module).__name__.endswith("RMSNorm"):
                     monkeypatch.setattr(type(module), "kernel_layer_name", "RMSNorm", raising=False)
-    elif hub_kernels._LAYERS in sys.modules:
-        monkeypatch.setattr(sys.modules[hub_kernels._LAYERS], "_CACHED_LAYER", {})
+    elif replaced_forwards._LAYERS in sys.modules:
+        monkeypatch.setattr(sys.modules[replaced_forwards._LAYERS], "_CACHED_LAYER", {})
 
 
 def _model(variant):
@@ -98,7 +98,7 @@ def test_kernels_run_as_they_stand(variant):
     expected = stock_copy(model).generate(**CALL)
     assert not torch.equal(expected, plain.generate(**CALL))
     hf_paged.enable(model, strict=True)
-    assert type(hf_paged.get_engine(model)._executor) is GenericExecutor
+    assert type(hf_paged.get_engine(model)._executor) is FamilyExecutor
     for _ in range(2):
         assert_native_parity(model, expected, **CALL)
     hf_paged.disable(model)
@@ -176,7 +176,7 @@ def test_a_kernel_in_place_of_a_function(variant):
     model = hf_paged.enable(_model(variant))
     modeling = sys.modules[type(model).__module__]
     function = modeling.apply_rotary_pos_emb
-    assert hub_kernels.function_inside(function) is not None
+    assert replaced_forwards.function_inside(function) is not None
     before = assert_native_parity(model, **CALL)
 
     class HubRotary(nn.Module):

@@ -29,6 +29,10 @@ PLACES = {
 }
 
 
+def plain_of(executor):
+    return executor.watch.plain_tensors(executor.model)
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_changed_in_place_and_replaced(place):
     """The prompt is cached before each change; what comes out right after it is stock's."""
@@ -43,7 +47,7 @@ def test_changed_in_place_and_replaced(place):
     setattr(module, name, getattr(module, name) * 0.3)
     outputs.append(assert_native_parity(model, **inputs, max_new_tokens=6))
     assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
-    assert any(t is getattr(module, name) for t in hf_paged.get_engine(model)._executor.plain_tensors())
+    assert any(t is getattr(module, name) for t in plain_of(hf_paged.get_engine(model)._executor))
 
 
 @pytest.mark.parametrize("make", [lambda t: [t], lambda t: (1, {"scale": t}), lambda t: {"a": [t]}])
@@ -52,11 +56,11 @@ def test_in_lists_tuples_and_dicts(make):
     tensor = torch.ones(3)
     model.model.layers[1].kept = make(tensor)
     executor = hf_paged.get_engine(hf_paged.enable(model, strict=True))._executor
-    assert [t is tensor for t in executor.plain_tensors()] == [True]
+    assert [t is tensor for t in plain_of(executor)] == [True]
     assert_native_parity(model, **batch([20]), max_new_tokens=4)
     other = torch.zeros(3)
     model.model.layers[1].kept = make(other)
-    assert [t is other for t in executor.plain_tensors()] == [True]
+    assert [t is other for t in plain_of(executor)] == [True]
 
 
 class _Odd(torch.Tensor):
@@ -78,7 +82,7 @@ def test_a_tensor_that_is_added_while_enabled():
     model = hf_paged.enable(tiny_model(), strict=True)
     executor = hf_paged.get_engine(model)._executor
     assert_native_parity(model, **batch([20]), max_new_tokens=4)
-    assert executor.plain_tensors() == []
+    assert plain_of(executor) == []
     module = model.model.norm
     module.kept = nn.Parameter(torch.ones(2)).detach()
-    assert [t is module.kept for t in executor.plain_tensors()] == [True]
+    assert [t is module.kept for t in plain_of(executor)] == [True]

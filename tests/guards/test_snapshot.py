@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +17,9 @@ from support import tiny_model
 from torch import nn
 
 import hf_paged
-from hf_paged.engine.session import NewRequest
 from hf_paged.guards.snapshot import ModelSnapshot
 from hf_paged.models import eligibility
-from hf_paged.options.settings import RequestSettings
+from hf_paged.options.request_spec import RequestSpec
 
 
 def _attribute(path, name, value):
@@ -89,7 +87,6 @@ CHANGES = {
     "forward of the model": lambda model: setattr(model, "forward", lambda *args, **kwargs: None),
     "forward of a module": _attribute("model.layers.1.self_attn", "forward", lambda *args: None),
     "prepare_inputs": lambda model: setattr(model, "prepare_inputs_for_generation", lambda *args: None),
-    "_call_impl": _attribute("model.layers.1.mlp", "_call_impl", lambda *args: None),
     "parametrized": _parametrize,
     "another norm": _swap_norm,
     "another linear": _swap_linear,
@@ -162,7 +159,7 @@ def test_an_unchanged_model_is_not_checked_in_full_again(variant, monkeypatch):
     def fail(*args):
         raise AssertionError("a full look")
 
-    monkeypatch.setattr(eligibility, "_module_reason", fail)
+    monkeypatch.setattr(eligibility, "_why_not_module", fail)
     monkeypatch.setattr(type(engine._executor), "constants", fail)
     assert engine.unsupported_reason() is None and engine._executor.state_key() == key
 
@@ -207,10 +204,10 @@ def test_the_quick_comparison_gives_the_digest_of_the_model_as_it_is(change):
 def test_the_quick_comparison_leaves_out_tensors_and_hooks_alone(change, quick):
     model = tiny_model()
     facts = ModelSnapshot(model)
-    assert facts.hold(model) and facts.hold_but_for_tensors(model)
+    assert facts.hold(model) and facts.hold(model, with_tensors=False)
     change(model)
-    assert not facts.hold(model) and facts.hold_but_for_tensors(model) is quick
-    assert ModelSnapshot(model).hold_but_for_tensors(model) is (change is not _wrapped)
+    assert not facts.hold(model) and facts.hold(model, with_tensors=False) is quick
+    assert ModelSnapshot(model).hold(model, with_tensors=False) is (change is not _wrapped)
 
 
 def test_facts_keep_nothing_alive():
@@ -284,7 +281,7 @@ def test_a_step_that_takes_in_requests_compares_once(monkeypatch):
     monkeypatch.setattr(ModelSnapshot, "hold", lambda *args: asked.append(0) or hold(*args))
     with engine.session() as session:
         for token in (3, 4):  # idle, then busy
-            engine.add(session, NewRequest([token] * 20, RequestSettings(50), seed=0))
+            engine.add(session, RequestSpec([token] * 20, 50, seed=0))
             asked.clear()
             engine.advance([session])[0]
             assert len(asked) == 1
@@ -303,7 +300,7 @@ def test_code_of_the_user_between_two_looks_of_a_step_is_noticed(monkeypatch):
         commit()
 
     with engine.session(stream=True) as session:
-        engine.add(session, NewRequest([3] * 20, RequestSettings(50), seed=0))
+        engine.add(session, RequestSpec([3] * 20, 50, seed=0))
         engine.advance([session])[0]
         norm.variance_epsilon = 0.5
         monkeypatch.setattr(loop, "commit_in_flight", commits_and_changes)
@@ -317,7 +314,7 @@ def test_another_thread_compares_for_itself():
     model = hf_paged.enable(tiny_model())
     executor = hf_paged.get_engine(model)._executor
     executor.look()
-    with ThreadPoolExecutor(1) as thread, executor.compared_once():
+    with ThreadPoolExecutor(1) as thread, executor.watch.compared_once():
         assert executor.last_look() is not None
         model.config.layer_types.pop()
         assert executor.last_look() is not None
@@ -327,23 +324,19 @@ def test_another_thread_compares_for_itself():
     assert executor.last_look() is None
 
 
-def test_what_another_thread_writes_never_counts_as_this_threads_comparison(monkeypatch):
-    """The other is between reading and writing while the user's code runs here."""
-    model = hf_paged.enable(tiny_model())
-    executor = hf_paged.get_engine(model)._executor
+def test_what_another_thread_compares_never_counts_as_this_threads_comparison():
+    """The other thread is between reading and writing while code of the user runs here."""
+    executor = hf_paged.get_engine(hf_paged.enable(model := tiny_model()))._executor
+    watch = executor.watch
     executor.look()
-    writes = []
-
-    class Noted(type(executor)):
-        def __setattr__(self, name, value):
-            writes.append((name, threading.get_ident()))
-            super().__setattr__(name, value)
-
-    monkeypatch.setattr(executor, "__class__", Noted)
-    with ThreadPoolExecutor(1) as thread, executor.compared_once():
+    with ThreadPoolExecutor(1) as thread, executor.watch.compared_once():
         assert thread.submit(executor.last_look).result() is not None
+        assert not watch._compared
         assert executor.last_look() is not None
-    assert {ident for name, ident in writes if name == "_is_compared"} == {threading.get_ident()}
+        assert watch._compared == {"structure"}
+        assert executor.tensors() is executor.tensors()
+        assert thread.submit(executor.tensors).result() is not executor.tensors()
+    assert model is not None and executor.tensors() is not executor.tensors()
 
 
 def test_weights_of_another_shape_in_as_many_bytes_are_checked_anew():

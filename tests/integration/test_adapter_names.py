@@ -25,8 +25,8 @@ from support import (
 from transformers import GenerationConfig, LogitsProcessorList
 
 import hf_paged
-from hf_paged.guards.adapter_hooks import naming
-from hf_paged.models import fused
+from hf_paged.guards.hooks import naming
+from hf_paged.models import fused, linears
 
 peft = pytest.importorskip("peft", reason="an extra of the test environment")
 from lora_models import lora_config, randomize, with_adapter  # noqa: E402
@@ -37,7 +37,7 @@ def way(request, monkeypatch):
     """As on a CPU, where layers are called as they stand; and as with kernels, which their references stand in for."""
     if request.param == "tables":
         monkeypatch.setattr(fused, "reads_tables", lambda device: True)
-        monkeypatch.setattr(fused, "adjacent_memory", HostMemory)
+        monkeypatch.setattr(linears, "adjacent_memory", HostMemory)
 
 
 INPUTS = batch([40, 33, 7, 33])

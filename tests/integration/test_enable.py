@@ -8,10 +8,13 @@ import gc
 import inspect
 import io
 import json
+import os
 import pickle
+import subprocess
 import sys
 import warnings
 import weakref
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -32,8 +35,6 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     GenerationMixin,
-    GPT2Config,
-    GPT2LMHeadModel,
     Qwen3ForCausalLM,
     Qwen3Model,
     StoppingCriteria,
@@ -44,8 +45,8 @@ from transformers.generation.continuous_batching import ContinuousMixin
 import hf_paged
 from hf_paged import FallbackWarning, UnsupportedModelError
 from hf_paged.integration import hooks
-from hf_paged.integration.engines import ENGINES
-from hf_paged.runner.request_state import FIRST_TOKEN_CAPACITY
+from hf_paged.integration.enabled import ENGINES
+from hf_paged.runner import request_state
 
 
 @pytest.fixture
@@ -126,6 +127,28 @@ def test_generate_after_disable_is_stocks():
     assert engine.stats().num_generated_tokens == 0
 
 
+BOUND_BEFORE = """
+import hf_paged
+from support import batch, tiny_model
+
+model, inputs = tiny_model(), batch([5])
+before = model.generate
+engine = hf_paged.get_engine(hf_paged.enable(model))
+before(**inputs, max_new_tokens=2)
+assert not engine.stats().calls["native"].num_calls
+model.generate(**inputs, max_new_tokens=2)
+assert engine.stats().calls["native"].num_calls == 1
+"""
+
+
+@pytest.mark.slow
+def test_a_bound_generate_taken_before_any_model_was_enabled_runs_in_stock():
+    """As the docstring of `enable` says: no hook is looked up by what an object holds already."""
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tests.parent), str(tests)))}
+    subprocess.run([sys.executable, "-c", BOUND_BEFORE], env=environment, check=True, timeout=300)
+
+
 def test_enabling_twice_keeps_the_engine_unless_settings_are_given():
     model = hf_paged.enable(tiny_model())
     engine = hf_paged.get_engine(model)
@@ -193,7 +216,6 @@ def test_a_wrong_setting_leaves_an_enabled_model_enabled_as_it_was():
     pytest.param(lambda: Qwen3Model(tiny_config()), id="body without head"),
     pytest.param(lambda: nn.Sequential(tiny_model()), id="unknown wrapper"),
     pytest.param(lambda: nn.DataParallel(nn.Linear(3, 3)), id="wrapped linear"),
-    pytest.param(lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16)), id="gpt2"),
 ])
 def test_anything_else_is_refused(make):
     thing = make()
@@ -433,6 +455,29 @@ def test_a_subclass_with_its_own_generate_and_decoding_method_runs_as_in_stock()
     assert_class_is_stocks(model, OwnGenerate)
 
 
+@pytest.mark.parametrize(("name", "options"), [
+    ("_sample", {}), ("_sample", {"output_scores": True, "return_dict_in_generate": True}),
+    ("_beam_search", {"num_beams": 2}), ("_assisted_decoding", {"prompt_lookup_num_tokens": 2}),
+], ids=["native", "lockstep", "beams", "lookup"])
+@pytest.mark.parametrize("of_class", [False, True], ids=["of the mixin", "of the class"])
+@pytest.mark.filterwarnings("ignore::hf_paged.FallbackWarning")
+def test_decoding_methods_that_call_the_ids_otherwise(monkeypatch, name, options, of_class):
+    """Stock passes them by position."""
+    own, model = getattr(GenerationMixin, name), tiny_model()
+
+    def patched(self, tokens, *args, **kwargs):
+        return own(self, tokens, *args, **kwargs)
+
+    if of_class:
+        model = _of_class(type("Own", (Qwen3ForCausalLM,), {name: patched}))
+    else:
+        monkeypatch.setattr(GenerationMixin, name, patched)
+    call = {**batch([12]), "max_new_tokens": 5, "do_sample": False, **options}
+    expected = stock_generate(model, **call)
+    actual = hf_paged.enable(model).generate(**call)
+    assert_same_tensor(*(getattr(made, "sequences", made) for made in (actual, expected)))
+
+
 class Registered(type):
     """A metaclass that takes each name once."""
 
@@ -579,7 +624,7 @@ def test_other_models_of_the_class_pay_a_look_up_alone():
     finally:
         sys.setprofile(None)
     assert hf_paged.is_enabled(enabled)
-    assert {name for _, name in ran} == {"generate_", "_of_first_call", "_of_call", "model_of", "engine_of", "asked"}
+    assert {name for _, name in ran} == {"generate_", "_of_call", "model_of", "engine_of", "asked"}
 
 
 # -- copies and checkpoints ------------------------------------------
@@ -743,14 +788,15 @@ def test_gradients_are_stocks_and_generate_leaves_them_alone():
         assert torch.equal(ours.grad, theirs.grad), name
 
 
-LONG = FIRST_TOKEN_CAPACITY + 50
+LONG = 2100
 
 
 @pytest.mark.parametrize("used_before", [False, True])
 @pytest.mark.parametrize(("lengths", "settings"), [([300] * 5, {}), ([LONG], {"num_blocks": 200}), ([LONG, LONG], {})],
                          ids=["pool", "token history", "both"])
-def test_what_grows_in_inference_mode_is_used_and_trained_with_outside(lengths, settings, used_before):
+def test_what_grows_in_inference_mode_is_used_and_trained_with_outside(lengths, settings, used_before, monkeypatch):
     """No tensor made under inference mode may be written, or needed by autograd, later."""
+    monkeypatch.setattr(request_state, "_HISTORY_BYTES", 257 * 2048 * 4)
     model = hf_paged.enable(tiny_model(max_position_embeddings=4096), strict=True, **settings)
     loop, inputs = hf_paged.get_engine(model)._core, batch([20, 7])
     if used_before:
@@ -758,7 +804,7 @@ def test_what_grows_in_inference_mode_is_used_and_trained_with_outside(lengths, 
     with torch.inference_mode():
         model.generate(**batch(lengths), max_new_tokens=4)
     assert (loop.pool.num_growths > 0) == (not settings)
-    assert (loop.pool.runner.state.tokens.shape[1] > FIRST_TOKEN_CAPACITY) == (LONG in lengths)
+    assert (loop.pool.runner.state.tokens.shape[1] > 2048) == (LONG in lengths)
     assert_native_parity(model, **inputs, max_new_tokens=6)
     model.train()
     _train(model, steps=1)

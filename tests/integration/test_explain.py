@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
+from option_cases import FIELDS, inputs_of, options_of
 from support import (
     RecordingStreamer,
     assert_idle,
@@ -23,7 +24,7 @@ from support import (
     random_prompts,
     tiny_model,
 )
-from test_generate_fallbacks import BAD_CALLS, FIELDS, AddToOneToken, _arguments
+from test_generate_fallbacks import BAD_CALLS, AddToOneToken
 from transformers import (
     DynamicCache,
     GPT2Config,
@@ -70,12 +71,9 @@ def assert_true(model, **kwargs):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_option(name):
-    if name == "assistant_early_exit" and transformers.__version__.startswith("5.17."):
-        pytest.skip("stock 5.17 raises half-way through early exit and leaves the model with fewer layers")
-    model = tiny_model()
-    inputs, kwargs, _ = _arguments(name, model)
-    beforehand = _attempt(lambda: hf_paged.explain(model, **inputs, **kwargs))[0]
-    assert beforehand == assert_true(hf_paged.enable(model), **inputs, **kwargs)
+    model, kwargs = tiny_model(), {**inputs_of(name), **options_of(name)}
+    beforehand = _attempt(lambda: hf_paged.explain(model, **kwargs))[0]
+    assert beforehand == assert_true(hf_paged.enable(model), **kwargs)
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
@@ -162,10 +160,10 @@ def logging_filters():
 @pytest.mark.parametrize("options", [
     {}, {"do_sample": True}, {"num_beams": 2}, {"cache_implementation": "static"}, {"eos_token_id": 5},
     {"cache_implementation": "static", "prefill_chunk_size": 4}, {"logits_processor": [_Untouchable()]},
-    {"assistant_model": tiny_model(1), "one_row": True},
+    {"assistant_model": tiny_model, "one_row": True},
 ], ids=lambda options: "-".join(options) or "none")
 def test_nothing_runs_or_stays(enabled, options, monkeypatch, capsys):
-    options = dict(options)
+    options = {name: value() if value is tiny_model else value for name, value in options.items()}
     inputs = batch([20] if options.pop("one_row", False) else [20, 13])
     model = tiny_model()
     if enabled:
@@ -310,6 +308,17 @@ def test_a_generate_that_does_not_come_to_decoding():
             return "something else"
 
     assert hf_paged.explain(Own(tiny_model().config)).reasons[0].startswith("the generate of Own")
+
+
+def test_a_generate_that_streams_by_itself_and_does_not_come_to_decoding():
+    class Own(Qwen3ForCausalLM):
+        def generate(self, *args, streamer, **kwargs):
+            streamer.put(torch.tensor([1, 2]))
+            streamer.end()
+            return "something else"
+
+    found = hf_paged.explain(Own(tiny_model().config), streamer=transformers.TextStreamer(byte_tokenizer()))
+    assert found.reasons[0].startswith("the generate of Own")
 
 
 def test_a_call_after_the_question_is_as_before():

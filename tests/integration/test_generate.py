@@ -203,13 +203,6 @@ def test_when_all_rows_stop_early_the_output_is_no_longer_than_the_longest():
     assert output.shape[1] <= width + 8
 
 
-def test_eos_and_pad_from_the_models_generation_config():
-    model, inputs = enabled(), batch([20, 5, 33])
-    model.generation_config.eos_token_id = _eos_for_different_steps(model, inputs, [1, 3, 5])
-    model.generation_config.pad_token_id = 11
-    assert_native_parity(model, **inputs, max_new_tokens=20)
-
-
 def test_without_a_pad_token_stock_pads_with_the_first_eos():
     model, inputs = enabled(pad_token_id=None), batch([20, 5, 33])
     ids = _eos_for_different_steps(model, inputs, [1, 3, 5])

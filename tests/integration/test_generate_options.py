@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import time
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from option_cases import VALUES
 from support import (
     RecordingStreamer,
     assert_idle,
@@ -25,6 +25,7 @@ from support import (
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.options import table
 from hf_paged.sampling import edits
 from hf_paged.sampling.edit_lines import SharedLines
 from hf_paged.sampling.edits import EditState
@@ -40,40 +41,6 @@ def enabled(**paged):
 def first_tokens(model, inputs, count=4):
     width = inputs["input_ids"].shape[1]
     return stock_generate(model, **inputs, max_new_tokens=count)[:, width:]
-
-
-# Each must change what stock makes of some row, or the test would show nothing; `t`: tokens that greedy search takes.
-GREEDY = {
-    "repetition_penalty": lambda t: {"repetition_penalty": 1.5},
-    "a repetition_penalty that rewards": lambda t: {"repetition_penalty": 0.7},
-    "no_repeat_ngram_size 1": lambda t: {"no_repeat_ngram_size": 1},
-    "no_repeat_ngram_size 2": lambda t: {"no_repeat_ngram_size": 2},
-    "bad_words_ids": lambda t: {"bad_words_ids": [[t[0]], [t[0], t[1]], [t[1], t[2]]]},
-    "sequence_bias": lambda t: {"sequence_bias": [[[t[0]], -4.0], [[t[0], t[1]], -50.0], [[9, 11], 3.0]]},
-    "suppress_tokens": lambda t: {"suppress_tokens": [t[0], t[1], 3]},
-    "begin_suppress_tokens": lambda t: {"begin_suppress_tokens": [t[0], 5]},
-    "forced_eos_token_id": lambda t: {"forced_eos_token_id": [7, 9]},
-    "exponential_decay_length_penalty": lambda t: {"exponential_decay_length_penalty": (2, 1.9), "eos_token_id": 55},
-    "remove_invalid_values": lambda t: {"remove_invalid_values": True, "suppress_tokens": [t[0]]},
-    "renormalize_logits": lambda t: {"renormalize_logits": True, "suppress_tokens": [t[0]]},
-}
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("lengths", [[20], [20, 20, 20], [33, 20, 7, 1], [12, 31, 5, 8, 2, 16, 40, 21]],
-                         ids=["one row", "no padding", "ragged", "batch of 8"])
-@pytest.mark.parametrize("name", GREEDY)
-def test_greedy(name, lengths):
-    model, inputs = enabled(), batch(lengths)
-    tokens = first_tokens(model, inputs)[0].tolist()
-    kwargs = GREEDY[name](tokens)
-    expected = stock_generate(model, **inputs, max_new_tokens=14, **kwargs)
-    plain = stock_generate(model, **inputs, max_new_tokens=14)
-    assert expected.shape != plain.shape or not torch.equal(expected, plain), "the option has no effect"
-    if name.startswith("no_repeat_ngram") and len(set(lengths)) > 1:  # stock counts padding in its n-grams
-        assert_same_tensor(model.generate(**inputs, max_new_tokens=14, **kwargs), expected)  # in lockstep
-        return
-    assert_native_parity(model, expected, **inputs, max_new_tokens=14, **kwargs)
 
 
 def test_forced_bos_only_after_a_prompt_of_one_token():
@@ -318,18 +285,13 @@ def test_max_time_ends_every_row_with_at_least_a_token():
     assert_idle(model)
 
 
-def test_max_time_that_is_not_reached_changes_nothing():
-    model, inputs = enabled(), batch([20, 9])
-    assert_native_parity(model, **inputs, max_new_tokens=8, max_time=1e6, eos_token_id=55)
-
-
 def test_options_of_one_request_do_not_stay_in_its_slot():
-    model = enabled(max_num_seqs=1)
-    inputs = batch([20])
+    model, inputs = hf_paged.enable(tiny_model(), strict=True, max_num_seqs=1), batch([20])
     plain = stock_generate(model, **inputs, max_new_tokens=8)
-    for kwargs in itertools.islice(({**GREEDY[name](plain[0, 20:].tolist())} for name in GREEDY), 9):
-        model.generate(**inputs, max_new_tokens=8, **kwargs)
-        assert_native_parity(model, plain, **inputs, max_new_tokens=8)
+    for option in table.EDITS:
+        if option.name in VALUES and not option.only_sampling:
+            model.generate(**inputs, max_new_tokens=8, **VALUES[option.name])
+            assert_native_parity(model, plain, **inputs, max_new_tokens=8)
 
 
 @pytest.mark.each_value

@@ -12,8 +12,8 @@ from transformers import LogitsProcessor
 from transformers.utils import TransformersKwargs
 
 import hf_paged
-from hf_paged.integration.cache_name import CACHE_NAME
-from hf_paged.integration.inputs import INERT_ARGUMENTS, NEUTRAL_ARGUMENTS, argument_reasons
+from hf_paged.integration.caches import CACHE_NAME
+from hf_paged.integration.recognise.inputs import INERT_ARGUMENTS, NEUTRAL_ARGUMENTS, argument_reasons
 from hf_paged.models import SUPPORTED
 
 INPUTS = batch([20, 13, 5])

@@ -14,8 +14,8 @@ from support import assert_same_tensor, batch, random_prompts, stock_generate, t
 from transformers import GenerationConfig, GenerationMixin, GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM, pipeline
 
 import hf_paged
+from hf_paged.integration import enable as enable_module
 from hf_paged.integration import hooks
-from hf_paged.integration import install as install_module
 
 INPUTS = batch([9, 4])
 
@@ -79,7 +79,7 @@ def test_each_continuous_batching_method_enables(name):
 
 def test_threads_that_meet_in_the_first_call_share_one_engine(monkeypatch):
     hf_paged.install()
-    model, enable, engines, outputs = tiny_model(), install_module.enable, set(), []
+    model, enable, engines, outputs = tiny_model(), enable_module.enable, set(), []
     expected = stock_generate(model, **INPUTS, max_new_tokens=40)
 
     def slow_enable(*args):
@@ -91,7 +91,7 @@ def test_threads_that_meet_in_the_first_call_share_one_engine(monkeypatch):
         outputs.append(model.generate(**INPUTS, max_new_tokens=40))
         engines.add(hf_paged.get_engine(model))
 
-    monkeypatch.setattr(install_module, "enable", slow_enable)
+    monkeypatch.setattr(enable_module, "enable", slow_enable)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         threads = [threading.Thread(target=run, args=(delay,)) for delay in (0.0, 0.05, 0.08)]
@@ -149,7 +149,7 @@ def test_a_class_that_is_not_supported_is_named_once():
             for model in models * 2:
                 model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, pad_token_id=0)
         [warned] = [w for w in caught if w.category is hf_paged.FallbackWarning]
-        assert "GPT2LMHeadModel is no class that the paged engine runs" in str(warned.message)
+        assert "GPT2LMHeadModel is not proved to run on the paged engine" in str(warned.message)
         assert "Qwen3ForCausalLM" in str(warned.message) and warned.filename == __file__
         hf_paged.uninstall()
 

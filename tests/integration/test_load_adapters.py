@@ -9,8 +9,7 @@ from support import random_prompts, tiny_model
 peft = pytest.importorskip("peft", reason="an extra of the test environment")
 from lora_models import with_adapter  # noqa: E402
 
-from hf_paged.integration.adapter_rows import adapter_names  # noqa: E402
-from hf_paged.integration.load_adapters import load_adapter  # noqa: E402
+from hf_paged.integration.adapters import adapter_names, load_adapter  # noqa: E402
 
 IDS = torch.tensor(random_prompts([12]))
 

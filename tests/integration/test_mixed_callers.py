@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import functools
 import pickle
 import random
 import threading
@@ -14,6 +15,7 @@ import time
 from functools import cache
 from queue import SimpleQueue
 
+import invariants
 import pytest
 import torch
 from pairs import slow_but
@@ -21,16 +23,15 @@ from support import Interrupt, assert_idle, assert_same_tensor, batch, interrupt
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_paged
-from hf_paged.scheduler import invariants
 
-MODEL = tiny_model()
-STOCK = stock_copy(MODEL)
+shared_model = functools.cache(tiny_model)
+stock_model = functools.cache(lambda: stock_copy(shared_model()))
 
 
 @pytest.fixture
 def model():
-    yield MODEL
-    hf_paged.disable(MODEL)
+    yield shared_model()
+    hf_paged.disable(shared_model())
 
 
 class Enough(Exception):
@@ -89,7 +90,7 @@ KINDS = {kind.__name__: kind for kind in (native, own_processor, own_criterion, 
 def call(kind: str, lengths: tuple[int, ...], new: int) -> tuple[dict, torch.Tensor]:
     """Inputs and what stock makes of them."""
     inputs = batch(list(lengths), seed=sum(lengths)) | {"max_new_tokens": new}
-    return inputs, STOCK.generate(**inputs, **KINDS[kind]())
+    return inputs, stock_model().generate(**inputs, **KINDS[kind]())
 
 
 def joined(threads: list[threading.Thread], seconds: float = 60.0) -> None:
@@ -221,7 +222,7 @@ def random_mix(model, seed: int) -> None:
     if pick.random() < 0.3:
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             inputs, expected = call("native", (9,), 3)
-            assert type(copied) is type(STOCK)
+            assert type(copied) is type(stock_model())
             assert torch.equal(copied.generate(**inputs), expected)
     joined(threads, 20)
     assert failures.empty(), failures.get()

@@ -63,7 +63,8 @@ def test_nothing_is_told_where_ranks_do_not_meet(state):
 def test_an_error_of_a_question_is_not_told():
     replica = Replica()
     engine = engine_of(replica)
-    with pytest.raises(ValueError, match="no"), paths.asking(paths.Question(engine)), ranks.refusing(engine):
+    asking = paths.within(paths.ASKED, paths.Question(engine))
+    with pytest.raises(ValueError, match="no"), asking, ranks.refusing(engine):
         raise ValueError("no")
     assert not replica.refused
 

@@ -15,7 +15,7 @@ from support import assert_idle, byte_tokenizer, random_prompts, stock_generate,
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hf_paged import PagedGenerator, UnsupportedOptionError
-from hf_paged.integration.requests import Call, wanted
+from hf_paged.integration.requests import Call, runnable
 from hf_paged.options.chat_keywords import OURS, template_parameters
 
 TEMPLATE = """
@@ -308,11 +308,12 @@ def test_each_prompt_runs_with_its_own_settings_as_in_a_call_of_its_own(generato
         configs = [GenerationConfig(do_sample=True, temperature=0.7, **fields) for _ in prompts]
         if "max_new_tokens" in fields:
             configs[1].max_new_tokens += 2
-        made = wanted(generator._maker.make(Call.of(prompts, configs, **own)))
+        made = runnable(generator._reader.read(Call.of(prompts, configs, **own)))
         for i, request in enumerate(made):
             given = {name: values[i : i + 1] for name, values in own.items()}
-            assert [request] == wanted(generator._maker.make(Call.of(prompts[i : i + 1], configs[i : i + 1], **given)))
-        assert [request.settings.cache_salt == b"" for request in made] == [False, True, False, True]
+            alone = Call.of(prompts[i : i + 1], configs[i : i + 1], **given)
+            assert [request.but(index=0)] == runnable(generator._reader.read(alone))
+        assert [request.cache_salt == b"" for request in made] == [False, True, False, True]
 
 
 def test_what_a_caller_does_with_a_prompt_meanwhile_changes_nothing(generator):

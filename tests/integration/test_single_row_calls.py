@@ -12,7 +12,7 @@ from support import random_prompts, tiny_model
 
 import hf_paged
 from hf_paged.guards.snapshot import ModelSnapshot
-from hf_paged.kernels.attention import types
+from hf_paged.kernels.attention import reference
 
 
 class Calls(NamedTuple):
@@ -63,7 +63,7 @@ def test_a_step_is_laid_out_once_and_the_model_compared_once(rows, monkeypatch):
     """However many layers there are, and a prompt once more for its last token, of which the last layer is computed;
     without a caller's code in between, later steps compare nothing."""
     laid_out, compared = Counter(), Counter()
-    own_rows, own_hold = types.HostRows, ModelSnapshot.hold
+    own_rows, own_hold = reference.HostRows, ModelSnapshot.hold
 
     def lay_out(*args):
         laid_out["step"] += 1
@@ -73,7 +73,7 @@ def test_a_step_is_laid_out_once_and_the_model_compared_once(rows, monkeypatch):
         compared["call"] += 1
         return own_hold(*args)
 
-    monkeypatch.setattr(types, "HostRows", lay_out)
+    monkeypatch.setattr(reference, "HostRows", lay_out)
     monkeypatch.setattr(ModelSnapshot, "hold", hold)
     model = hf_paged.enable(tiny_model(num_hidden_layers=5), strict=True)
     ids = torch.tensor(random_prompts([9] * rows))

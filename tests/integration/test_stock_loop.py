@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from option_cases import QUIET, VALUES
 from support import (
     RecordingStreamer,
     assert_close_steps,
@@ -17,7 +19,6 @@ from support import (
     assert_native_parity,
     assert_same_tensor,
     batch,
-    byte_tokenizer,
     left_padded,
     random_prompts,
     stock_copy,
@@ -31,23 +32,22 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
-    WatermarkingConfig,
 )
 
 import hf_paged
 
 pytestmark = pytest.mark.usefixtures("lockstep_only")
 
-MODEL = tiny_model()
+shared_model = functools.cache(tiny_model)
 INPUTS = batch([20, 13, 5])
-FREE = stock_generate(MODEL, **INPUTS, max_new_tokens=20)[:, 20:]
-EOS = int(FREE[0, 4])
+EOS = 172  # what stock makes of the first row as fifth token
+free = functools.cache(lambda: stock_generate(shared_model(), **INPUTS, max_new_tokens=20)[:, 20:])
 
 
 @pytest.fixture
 def model():
-    yield MODEL
-    hf_paged.disable(MODEL)
+    yield shared_model()
+    hf_paged.disable(shared_model())
 
 
 class Recording(LogitsProcessor):
@@ -109,29 +109,10 @@ def _allowed(row, ids):
     return [3 + row, 40 + len(ids) % 5, int(ids[-1])]
 
 
+# What a row of the table of options does not say; tests/options/test_every_option.py has the others.
 ALONE = {
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": _allowed},
-    "repetition_penalty": {"repetition_penalty": 5.0},
-    "encoder_repetition_penalty": {"encoder_repetition_penalty": 5.0},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
-    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
-    "bad_words_ids": {"bad_words_ids": [[int(FREE[0, 0])], FREE[1, 1:3].tolist()]},
-    "suppress_tokens": {"suppress_tokens": FREE[:, 0].tolist()},
-    "begin_suppress_tokens": {"begin_suppress_tokens": FREE[:, 0].tolist()},
-    "forced_eos_token_id": {"forced_eos_token_id": 7},
-    "sequence_bias": {"sequence_bias": {(17,): 1e4}},
-    "exponential_decay": {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 55},
-    "typical_p": {"typical_p": 0.3, "do_sample": True},
-    "top_h": {"top_h": 0.3, "do_sample": True},
-    "epsilon_cutoff": {"epsilon_cutoff": 0.01, "do_sample": True},
-    "eta_cutoff": {"eta_cutoff": 0.02, "do_sample": True},
-    "renormalize_logits": {"renormalize_logits": True, "do_sample": True, "top_k": 5},
-    "remove_invalid_values": {"remove_invalid_values": True},
-    "max_time": {"max_time": 1000.0},
-    "max_time that is over": {"max_time": 1e-9},
-    "stop_strings": {"stop_strings": ["a", "e"], "tokenizer": byte_tokenizer()},
-    "guidance_scale": {"guidance_scale": 3.0},
-    "green list": {"watermarking_config": WatermarkingConfig(bias=50.0)},
+    "typical_p that leaves a choice": {"typical_p": 0.3, "do_sample": True},
     "SynthID": {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=5, keys=[1, 2, 3]), "do_sample": True},
     "min_length beside": {"min_new_tokens": 9, "eos_token_id": EOS, "repetition_penalty": 1.2},
     "num_return_sequences": {"num_return_sequences": 3, "do_sample": True, "repetition_penalty": 1.2},
@@ -142,7 +123,8 @@ ALONE = {
 
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_every_option_alone(model, name):
+def test_an_option_alone(model, name):
+    assert free()[0, 4] == EOS
     assert_lockstep(model, **INPUTS, **({"max_new_tokens": 12} | ALONE[name]))
 
 
@@ -166,7 +148,8 @@ LENGTHS = {"one row": [17], "full blocks": [32, 16, 32, 48], "eight rows": [1, 2
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_options_together(names, lengths, sampled, eos, tiny_budget, tiny_pool, caching):
-    options = {key: value for name in names for key, value in ALONE[name].items()} | {"do_sample": sampled}
+    values = VALUES | QUIET | ALONE
+    options = {key: value for name in names for key, value in values[name].items()} | {"do_sample": sampled}
     if eos:
         options |= {"eos_token_id": [EOS, 9, 10, 11]}
     paged = {"enable_prefix_caching": caching, "strict": True}
@@ -175,9 +158,9 @@ def test_options_together(names, lengths, sampled, eos, tiny_budget, tiny_pool, 
     if tiny_pool:  # the last of them does not fit: stock, said so
         paged |= {"num_blocks": 25}
     try:
-        assert_lockstep(MODEL, **batch(LENGTHS[lengths]), max_new_tokens=14, paged=paged, **options)
+        assert_lockstep(shared_model(), **batch(LENGTHS[lengths]), max_new_tokens=14, paged=paged, **options)
     finally:
-        hf_paged.disable(MODEL)
+        hf_paged.disable(shared_model())
 
 
 def test_sampling_draws_from_torchs_generator_as_stock_does(model):
@@ -315,7 +298,7 @@ def test_generate_called_by_a_processor_runs_on_the_engine_too(model, options):
     expected = stock_generate(model, **batch([9]), max_new_tokens=3, **options)
     hf_paged.enable(model, strict=True)
     output = model.generate(**INPUTS, max_new_tokens=3, logits_processor=LogitsProcessorList([Nested()]))
-    assert_same_tensor(output[:, 20:], FREE[:, :3])
+    assert_same_tensor(output[:, 20:], free()[:, :3])
     assert len(inner) == 3
     assert all(torch.equal(tokens, expected) for tokens in inner)
     assert_idle(model)
@@ -413,6 +396,6 @@ def test_disabling_in_the_middle_waits_for_the_end(model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         output = model.generate(**INPUTS, max_new_tokens=5, logits_processor=LogitsProcessorList([Disabling()]))
-    assert_same_tensor(output[:, 20:], FREE[:, :5])
+    assert_same_tensor(output[:, 20:], free()[:, :5])
     assert engine.stats().kv_cache_bytes == 0
-    assert_same_tensor(model.generate(**INPUTS, max_new_tokens=5)[:, 20:], FREE[:, :5])
+    assert_same_tensor(model.generate(**INPUTS, max_new_tokens=5)[:, 20:], free()[:, :5])

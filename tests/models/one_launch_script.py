@@ -9,7 +9,7 @@ import torch
 import triton
 from pretended_gpu import GPU, OnGpu, compiled, launched, pretend
 
-from hf_paged.kernels import gluon_support
+from hf_paged.kernels import hopper
 from hf_paged.kernels.hopper import decoder_layers_support as support
 from hf_paged.kernels.hopper.decoder_layers.kernel import layers_kernel
 from hf_paged.models import one_launch
@@ -44,7 +44,7 @@ def step(one: OneLaunch, of: support.Decoder) -> dict[str, Any]:
 
 
 def main() -> dict[str, Any]:
-    gluon_support.TESTED_TRITON = (".".join(triton.__version__.split(".")[:2]),)
+    hopper.TESTED_TRITON = (".".join(triton.__version__.split(".")[:2]),)
     torch.cuda.is_available = lambda: True  # type: ignore[assignment]
     one_launch._is_captured = lambda device: False
     with OnGpu(), torch.inference_mode():

@@ -786,9 +786,3 @@ def test_a_config_of_a_modules_own_goes_to_stock(place):
     owner.config = copy.deepcopy(model.config)
     owner.config.is_causal = False
     assert_falls_back(model, "has another config than the model", **batch([20]), max_new_tokens=4)
-
-
-def test_an_embedding_that_renormalises_goes_to_stock():
-    model = tiny_model()
-    model.model.embed_tokens.max_norm = 0.5
-    assert_falls_back(model, "has max_norm", **batch([20]), max_new_tokens=4)

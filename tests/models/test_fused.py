@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,19 +14,18 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.guards import families
-from hf_paged.models import find_executor
+from hf_paged.models import find_executor, linears
 from hf_paged.models import fused as fused_executor
+from hf_paged.models.family_executor import FamilyExecutor
 from hf_paged.models.fused import FusedExecutor
-from hf_paged.models.generic import GenericExecutor
 from hf_paged.models.layer_ops import FUSED as FUSED_OPS
-from hf_paged.models.plain_linear import RowProduct
-from hf_paged.models.projections import Projections
+from hf_paged.models.linears import LinearView
 
 FUSED = ["llama", "llama-3", "qwen3-moe", "qwen3-moe-mixed"]
 
 
 @pytest.mark.parametrize(("variant", "executor"), [
-    *((variant, FusedExecutor) for variant in FUSED), ("gemma3", GenericExecutor), ("gpt-oss", GenericExecutor),
+    *((variant, FusedExecutor) for variant in FUSED), ("gemma3", FamilyExecutor), ("gpt-oss", FamilyExecutor),
 ])
 def test_which_executor_a_family_gets(variant, executor):
     assert find_executor(family_model(variant)).func is executor
@@ -49,7 +49,7 @@ def test_other_activations(variant, activation):
 
 @pytest.mark.parametrize(("variant", "dense_layers"), [("llama", [0, 1]), ("qwen3-moe", []), ("qwen3-moe-mixed", [0])])
 def test_projections_lie_side_by_side_while_enabled(variant, dense_layers, monkeypatch):
-    monkeypatch.setattr(fused_executor, "adjacent_memory", HostMemory)
+    monkeypatch.setattr(linears, "adjacent_memory", HostMemory)
     model, inputs = family_model(variant), batch([9])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = stock_generate(model, **inputs, max_new_tokens=4)
@@ -82,7 +82,7 @@ def in_two_parts(calls):
 def test_products_in_parts_are_added_up_by_who_reads_them(make, monkeypatch):
     """The product of q, k and v where it has a merged weight, which these do on a CPU that is told to merge."""
     calls = []
-    monkeypatch.setattr(fused_executor, "adjacent_memory", HostMemory)
+    monkeypatch.setattr(linears, "adjacent_memory", HostMemory)
     monkeypatch.setattr(fused_executor, "makes_parts", lambda device: True)
     monkeypatch.setattr(fused_executor, "FUSED", FUSED_OPS._replace(linear_parts=in_two_parts(calls)))
     model = hf_paged.enable(make(), strict=True)
@@ -94,25 +94,21 @@ def test_products_in_parts_are_added_up_by_who_reads_them(make, monkeypatch):
 
 def test_what_goes_on_with_a_product_takes_it_whole_and_not_in_parts(monkeypatch):
     """LoRA's kernels add to it, biases come in the product, and modules are called as they stand."""
-    monkeypatch.setattr(fused_executor, "adjacent_memory", HostMemory)
+    monkeypatch.setattr(linears, "adjacent_memory", HostMemory)
     monkeypatch.setattr(fused_executor, "makes_parts", lambda device: True)
     model = hf_paged.enable(tiny_model(), strict=True)
     model.generate(**batch([5]), max_new_tokens=2)
     executor = hf_paged.get_engine(model)._executor
-    plain = RowProduct.of(model.model.layers[0].mlp.down_proj)
-    assert executor._row_linear(plain) is FUSED_OPS.linear_parts
-    assert executor._row_linear(plain._replace(lora=object())) is FUSED_OPS.linear
-    assert executor._row_linear(plain._replace(is_plain=False)) is FUSED_OPS.linear
-    assert executor._row_linear(None) is FUSED_OPS.linear
-    assert all(layer.o_linear is FUSED_OPS.linear_parts for layer in executor._parts_of_layers)
-    assert all(heads.linear is FUSED_OPS.linear_parts for heads in executor._qkv)
-    assert all(inner.linear is FUSED_OPS.linear for inner in executor._gate_up)
-
-    layer, key = model.model.layers[0].self_attn, "0.qkv"
-    linears = (layer.q_proj, layer.k_proj, layer.v_proj)
+    for layer in executor._layer_parts:
+        assert all(view.linear is FUSED_OPS.linear_parts for view in (layer.qkv, layer.o_proj, layer.down_proj))
+        assert layer.gate_up.linear is FUSED_OPS.linear
+    model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: None)
+    assert executor._view("0.o_proj").linear is FUSED_OPS.linear
+    assert executor._view("1.o_proj").linear is FUSED_OPS.linear_parts
     adapters = SimpleNamespace(group=lambda of: object(), base=lambda linear: linear)
-    monkeypatch.setattr(executor, "_adapters", adapters)
-    assert executor._projections(key, linears).linear is FUSED_OPS.linear
+    monkeypatch.setattr(executor._linears, "adapters", adapters)
+    for key in ("0.qkv", "1.o_proj", "0.down_proj"):
+        assert executor._view(key).linear is FUSED_OPS.linear
 
 
 # Modules of the fused families' names that compute something else: layers without RoPE, multipliers, scaled queries.
@@ -126,8 +122,8 @@ def fusable() -> list[str]:
     for variant in VARIANTS:
         model = family_model(variant)
         family, layer = families.family_of(model), model.model.layers[0]
-        has_all = all(hasattr(layer.self_attn, name) for name in fused_executor.QKV)
-        has_all &= all(hasattr(layer.mlp, name) for name in fused_executor.GATE_UP)
+        has_all = all(hasattr(layer.self_attn, name) for name in linears.QKV)
+        has_all &= all(hasattr(layer.mlp, name) for name in linears.GATE_UP)
         if not family.fused and family.parts in known and has_all and family.prefix not in COMPUTING_MORE:
             found.append(variant)
     return found
@@ -136,7 +132,7 @@ def fusable() -> list[str]:
 @pytest.mark.parametrize("variant", fusable())
 def test_a_generic_family_marked_fused_keeps_the_window_of_its_masks(variant, monkeypatch):
     """Some attention modules keep their window, others leave it to the config: the masks decide in all of them."""
-    marked = tuple(family._replace(fused=True) for family in families.FAMILIES)
+    marked = tuple(replace(family, fused=True) for family in families.FAMILIES)
     monkeypatch.setattr(families, "FAMILIES", marked)
     model = hf_paged.enable(family_model(variant), strict=True, max_num_batched_tokens=19, max_num_seqs=6)
     assert isinstance(hf_paged.get_engine(model)._executor, FusedExecutor)
@@ -170,13 +166,13 @@ def test_weights_changed_in_place_are_seen():
 @pytest.mark.parametrize(("options", "last"), [({}, 2), ({"prompt_logprobs": True}, 14)])
 def test_the_last_layer_computes_what_is_read_of_it(monkeypatch, options, last):
     """The last token of each prompt, or all tokens where they are scored; of layers before it all are read."""
-    computed, own = [], Projections.silu_mul
+    computed, own = [], LinearView.silu_mul
 
     def silu_mul(self, hidden, *args):
         computed.append(len(hidden))
         return own(self, hidden, *args)
 
-    monkeypatch.setattr(Projections, "silu_mul", silu_mul)
+    monkeypatch.setattr(LinearView, "silu_mul", silu_mul)
     model = tiny_model()
     with hf_paged.PagedGenerator(model, num_blocks=50) as generator:
         made = generator.generate(random_prompts([9, 5]), max_new_tokens=3, do_sample=False, use_tqdm=False, **options)

@@ -12,9 +12,8 @@ from support import HostMemory, assert_native_parity, batch, random_prompts, tin
 
 import hf_paged
 from hf_paged.kernels.layer import qk_norm_rope_store as fused_op
-from hf_paged.models import fused as fused_executor
-from hf_paged.models.layer_ops import FUSED, PLAIN
-from hf_paged.models.plain_linear import apply_module
+from hf_paged.models import linears
+from hf_paged.models.layer_ops import FUSED, PLAIN, apply_module
 from hf_paged.runner.model_runner import ModelRunner
 
 SWITCHES = [{}, {"merge_weights": False}, {"fused_kernels": False}, {"merge_weights": False, "fused_kernels": False}]
@@ -22,16 +21,17 @@ SWITCHES = [{}, {"merge_weights": False}, {"fused_kernels": False}, {"merge_weig
 
 @pytest.mark.parametrize("off", SWITCHES, ids=lambda off: "+".join(off) or "all on")
 def test_a_switch_changes_the_means_and_no_token(off, monkeypatch):
-    monkeypatch.setattr(fused_executor, "adjacent_memory", HostMemory)
+    monkeypatch.setattr(linears, "adjacent_memory", HostMemory)
     model = hf_paged.enable(tiny_model(), strict=True, **off)
     assert_native_parity(model, **batch([5, 17, 9]), max_new_tokens=8, do_sample=False)
     executor = hf_paged.get_engine(model)._executor
     assert executor._ops is (PLAIN if "fused_kernels" in off else FUSED)
-    assert all((p.weight is None) == ("merge_weights" in off) for p in executor._qkv + executor._gate_up)
+    merged = [view.weight is not None for layer in executor._layer_parts for view in (layer.qkv, layer.gate_up)]
+    assert set(merged) == {"merge_weights" not in off}
 
 
 def test_merge_weights_off_leaves_every_parameter_where_it_is(monkeypatch):
-    monkeypatch.setattr(fused_executor, "adjacent_memory", HostMemory)
+    monkeypatch.setattr(linears, "adjacent_memory", HostMemory)
     model = tiny_model()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     hf_paged.enable(model, merge_weights=False, strict=True)

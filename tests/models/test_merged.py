@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -20,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 import hf_paged
-from hf_paged.models import fused
+from hf_paged.models import fused, linears
 from hf_paged.models.merged import MergedWeight
 
 DEVICE = torch.device("cpu")  # of the test that runs
@@ -33,7 +34,7 @@ on_cuda = pytest.mark.parametrize("device", [CUDA], indirect=True)
 def device(request, monkeypatch):
     monkeypatch.setattr(f"{__name__}.DEVICE", torch.device(request.param))
     if request.param == "cpu" and "as_on_a_cpu" not in request.fixturenames:
-        monkeypatch.setattr(fused, "adjacent_memory", HostMemory)
+        monkeypatch.setattr(linears, "adjacent_memory", HostMemory)
 
 
 @pytest.fixture
@@ -68,7 +69,12 @@ def projections(model):
 def merges(model):
     """The merged tensors as the next step would use them; None where the layers are called one by one."""
     executor = hf_paged.get_engine(model)._executor
-    return [p.weight for p in executor._qkv + executor._gate_up]
+    return [view.weight for view in views(executor)]
+
+
+def views(executor):
+    """Of q, k, v of all layers, then of gate and up."""
+    return [layer.qkv for layer in executor._layer_parts] + [layer.gate_up for layer in executor._layer_parts]
 
 
 def assert_merged(model):
@@ -412,9 +418,10 @@ def test_a_parameter_that_was_replaced_is_let_go(replace):
 def looks(monkeypatch):
     """What calls do besides comparing: grows by "merge" and "parts"."""
     found = []
-    for name, kind in (("_merge", "merge"), ("_look_up_parts", "parts")):
-        own = getattr(fused.FusedExecutor, name)
-        monkeypatch.setattr(fused.FusedExecutor, name,
+    for owner, name, kind in ((linears.DecoderLinears, "merge", "merge"),
+                              (fused.FusedExecutor, "_look_up_parts", "parts")):
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name,
                             lambda self, *args, own=own, kind=kind: found.append(kind) or own(self, *args))
     return found
 
@@ -441,11 +448,10 @@ def test_what_a_change_leads_to_is_what_a_look_at_everything_finds(change, looks
     change(model)
     for _ in range(2):
         model.generate(**inputs(), max_new_tokens=2)
-        found = executor._qkv, executor._gate_up
+        found = views(executor)
         executor._look_up_parts()
-        for ours, theirs in zip(found, (executor._qkv, executor._gate_up), strict=True):
-            assert [(p.linears, id(p.weight), p.are_plain) for p in ours] == [
-                (p.linears, id(p.weight), p.are_plain) for p in theirs]
+        assert [(v.linears, id(v.weight), v.are_plain) for v in found] == [
+            (v.linears, id(v.weight), v.are_plain) for v in views(executor)]
 
 
 def test_a_parameter_that_comes_back_to_its_place_is_read_with_the_others_again():
@@ -457,6 +463,41 @@ def test_a_parameter_that_comes_back_to_its_place_is_read_with_the_others_again(
     q_proj(model).weight.data = place
     assert_native_parity(model, **inputs(), max_new_tokens=4)
     assert_merged(model)
+
+
+def test_weights_that_nobody_holds_an_alias_of_any_more_are_merged_by_the_next_call():
+    model = hf_paged.enable(tiny_model(), strict=True)
+    alias = q_proj(model).weight.data
+    assert_native_parity(model, **inputs(), max_new_tokens=2)
+    assert merges(model)[0] is None and alias is not None
+    del alias
+    assert_native_parity(model, **inputs(), max_new_tokens=2)
+    assert_merged(model)
+
+
+@on_cpu
+def test_aliases_that_graphs_hold_keep_no_weight_where_it_is(monkeypatch):
+    model = hf_paged.enable(tiny_model(), strict=True)
+    alias = q_proj(model).weight.data
+    assert_native_parity(model, **inputs(), max_new_tokens=2)
+    assert merges(model)[0] is None and alias is not None
+    del alias
+    runner, held = hf_paged.get_engine(model)._core.pool.runner, [p.detach() for p in model.parameters()]
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "graphs", SimpleNamespace(check=lambda: None, drop_references=held.clear))
+        runner.prepare()
+    assert_merged(model)
+
+
+@pytest.mark.parametrize("are_plain", [True, False])
+@on_cpu
+def test_graphs_let_go_only_for_layers_that_can_be_merged(are_plain):
+    """Quantized layers stay unmerged for good: each prompt would pay for new aliases."""
+    executor = hf_paged.get_engine(used())._executor
+    assert not executor.has_unmerged
+    executor._layer_parts = [parts._replace(qkv=parts.qkv._replace(weight=None, are_plain=are_plain))
+                             for parts in executor._layer_parts]
+    assert executor.has_unmerged is are_plain
 
 
 def test_layers_that_are_replaced_between_two_steps_are_merged_by_the_next_call():
@@ -478,16 +519,18 @@ def test_layers_that_are_replaced_between_two_steps_are_merged_by_the_next_call(
     assert old() is None
 
 
-@pytest.mark.parametrize("where", ["_merge", "_collect_parts"])
-def test_a_change_that_an_interrupted_call_saw_first_is_respected(where, monkeypatch):
+@pytest.mark.parametrize(("owner", "where"), [
+    (linears.DecoderLinears, "merge"), (fused.FusedExecutor, "_collect_parts"),
+])
+def test_a_change_that_an_interrupted_call_saw_first_is_respected(owner, where, monkeypatch):
     model = used()
-    own = getattr(fused.FusedExecutor, where)
+    own = getattr(owner, where)
 
     def interrupted(self, *args):
-        monkeypatch.setattr(fused.FusedExecutor, where, own)
+        monkeypatch.setattr(owner, where, own)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fused.FusedExecutor, where, interrupted)
+    monkeypatch.setattr(owner, where, interrupted)
     _bias_given(model)
     with pytest.raises(KeyboardInterrupt):
         model.generate(**inputs(), max_new_tokens=4)
@@ -653,7 +696,7 @@ def test_weights_that_lie_side_by_side_are_merged_where_they_are(monkeypatch):
     places = [p.data_ptr() for p in model.parameters()]
     state = model.state_dict()
     hf_paged.disable(model)
-    memory = type(fused.adjacent_memory(DEVICE))
+    memory = type(linears.adjacent_memory(DEVICE))
     monkeypatch.setattr(memory, "place", lambda self, like: pytest.fail("a weight moves") if like else None)
     used(model)
     assert [p.data_ptr() for p in model.parameters()] == places
@@ -851,7 +894,7 @@ def test_products_side_by_side_are_those_of_the_layers(dtype, rows):
     hidden = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     executor = hf_paged.get_engine(model)._executor
     with torch.no_grad():
-        for projections_, layers in zip(executor._qkv + executor._gate_up, _groups(model), strict=True):
+        for projections_, layers in zip(views(executor), _groups(model), strict=True):
             assert torch.equal(projections_(hidden, None)[0], torch.cat([layer(hidden) for layer in layers], dim=-1))
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import hf_paged
 from hf_paged.kernels.layer.linear import linear
-from hf_paged.models.plain_linear import apply_linear, is_plain_linear
+from hf_paged.models.layer_ops import apply_linear, is_plain_linear
 
 
 class Own(nn.Linear):

@@ -23,7 +23,7 @@ from torch import nn
 
 import hf_paged
 from hf_paged.guards.families import WRAPPERS
-from hf_paged.models.generic import GenericExecutor
+from hf_paged.models.family_executor import FamilyExecutor
 
 CALL = {**batch([3, 17, 40, 33]), "max_new_tokens": 24}
 IMAGE = torch.linspace(-1, 1, 3 * 28 * 28).view(1, 3, 28, 28)
@@ -40,7 +40,7 @@ def test_text_alone_is_native(name):
     expected = stock_generate(model, **CALL)
     assert len(set(expected[:, 40:].flatten().tolist())) > 20
     hf_paged.enable(model, strict=True)
-    assert type(hf_paged.get_engine(model)._executor) is GenericExecutor
+    assert type(hf_paged.get_engine(model)._executor) is FamilyExecutor
     for _ in range(2):
         assert_native_parity(model, expected, **CALL)
     assert hf_paged.get_engine(model).stats().prefix_cache_hits > 0
@@ -137,7 +137,7 @@ def test_what_stands_around_the_decoder():
 def test_a_decoder_that_is_not_supported():
     model = wrapped_model("llava")
     model.model.language_model = tiny_model().model.layers
-    with pytest.raises(hf_paged.UnsupportedModelError, match="Gemma3ForConditionalGeneration"):
+    with pytest.raises(hf_paged.UnsupportedModelError, match="LlavaForConditionalGeneration"):
         hf_paged.enable(model)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import numpy as np
@@ -12,11 +13,10 @@ from support import Interrupt, batch, interrupted, random_prompts, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged.observe.histogram import TOKEN_SECONDS, Histogram
-from hf_paged.observe.metrics_recorder import Recorder
+from hf_paged.observe.metrics import TOKEN_SECONDS, Histogram, Recorder
 from hf_paged.observe.work import sizes_of
 
-MODEL = tiny_model()
+shared_model = functools.cache(tiny_model)
 
 
 def recorder_of(engine):
@@ -66,7 +66,8 @@ def total(histogram):
 def test_times_between_tokens_are_those_counted_one_by_one(seed, num_blocks, slots, overlap, interrupts):
     """Over preemption, aborts, ids that come again, arrivals at any time, and interrupts."""
     rng = random.Random(seed)
-    engine = hf_paged.get_engine(hf_paged.enable(MODEL, num_blocks=num_blocks, max_num_seqs=slots, overlap=overlap))
+    hf_paged.enable(shared_model(), num_blocks=num_blocks, max_num_seqs=slots, overlap=overlap)
+    engine = hf_paged.get_engine(shared_model())
     recorder, by_hand = recorder_of(engine), ByHand()
     engine.watch(recorder)
     engine.watch(by_hand)
@@ -99,7 +100,7 @@ def test_times_between_tokens_are_those_counted_one_by_one(seed, num_blocks, slo
             assert total(recorder.latency) == 32 and total(recorder.first_token) <= 32
             assert total(recorder.first_token) == total(recorder.decode) == total(recorder.prefill)
     finally:
-        hf_paged.disable(MODEL)
+        hf_paged.disable(shared_model())
 
 
 def test_tokens_that_come_together_share_the_time_since_the_one_before(monkeypatch):
@@ -183,13 +184,13 @@ def test_a_histogram_counts_as_one_value_after_the_other():
 
 
 def test_rows_in_lockstep_are_work_but_no_requests(lockstep_only):
-    hf_paged.enable(MODEL)
+    hf_paged.enable(shared_model())
     try:
-        engine = hf_paged.get_engine(MODEL)
+        engine = hf_paged.get_engine(shared_model())
         recorder = recorder_of(engine)
         engine.watch(recorder)
-        MODEL.generate(**batch([9, 9]), max_new_tokens=4)
+        shared_model().generate(**batch([9, 9]), max_new_tokens=4)
         assert recorder.work.flops > 0 and recorder.step_tokens.sum >= 6
         assert total(recorder.inter_token) == total(recorder.latency) == 0
     finally:
-        hf_paged.disable(MODEL)
+        hf_paged.disable(shared_model())

@@ -7,8 +7,8 @@ import torch
 from support import random_prompts, tiny_model
 
 from hf_paged import PagedGenerator
-from hf_paged.observe import telemetry
-from hf_paged.observe.telemetry import telemetry_of
+from hf_paged.observe import registry
+from hf_paged.observe.registry import telemetry_of
 
 pytest.importorskip("prometheus_client")
 pytest.importorskip("opentelemetry.sdk.metrics")
@@ -71,7 +71,7 @@ def test_errors_have_a_type_and_requests_without_a_token_no_first_one(reader):
 
 
 def test_without_the_sdk_nothing_is_recorded(monkeypatch):
-    monkeypatch.setattr(telemetry, "find_spec", lambda name: None)
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
     assert telemetry_of("model") is None
-    monkeypatch.setattr(telemetry, "find_spec", lambda name: (_ for _ in ()).throw(ImportError(name)))
+    monkeypatch.setattr(registry, "find_spec", lambda name: (_ for _ in ()).throw(ImportError(name)))
     assert telemetry_of("model") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
@@ -10,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support import batch, random_prompts, tiny_model
+from support import batch, in_child, random_prompts, tiny_model
 from trace_events import names, read, tracks
 from transformers import GenerationConfig
 
@@ -22,7 +23,7 @@ from hf_paged.observe.trace_file import TraceFile
 from hf_paged.runner import device_times
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
-MODEL = tiny_model()
+shared_model = functools.cache(tiny_model)
 
 
 def greedy(count):
@@ -30,7 +31,7 @@ def greedy(count):
 
 
 def engine_of(**settings):
-    return Engine(MODEL, PagedConfig(max_num_seqs=4, **settings))
+    return Engine(shared_model(), PagedConfig(max_num_seqs=4, **settings))
 
 
 def lives(events):
@@ -54,7 +55,7 @@ def test_every_step_and_every_request_is_there(tmp_path):
         after = generator.engine.stats()
     events = read(path)
     processes = names(events, "process_name")
-    assert list(processes.values()) == ["requests of engine 1", "engine 1: Qwen3ForCausalLM"]
+    assert list(processes.values()) == ["engine 1: Qwen3ForCausalLM", "requests of engine 1"]
     [steps] = [pid for pid, name in processes.items() if name.startswith("engine 1")]
     on = {names(events, "thread_name")[key]: track for key, track in tracks(events).items() if key[0] == steps}
     assert list(on) == ["schedule", "launch", "wait", "commit", "emit"]  # no GPU
@@ -228,7 +229,7 @@ def test_nothing_is_made_while_nobody_traces(tmp_path):
             patch.object(loop_module, "Committed", side_effect=AssertionError):
         while engine.has_unfinished():
             engine.step()
-    assert not Engine(MODEL, PagedConfig())._core.observers.all
+    assert not Engine(shared_model(), PagedConfig())._core.observers.all
 
 
 def test_a_block_that_raises_leaves_a_whole_file(tmp_path):
@@ -277,20 +278,12 @@ def test_a_fork_writes_nothing_into_the_parents_file(tmp_path):
     path = tmp_path / "steps.json"
     with hf_paged.trace(path):
         model.generate(**batch([9]), max_new_tokens=3, do_sample=False)
-        if not (child := os.fork()):
-            try:
-                file = next(iter(engine_registry._engines))
-                os._exit(int(bool(engine_registry._makers) or file is None))
-            finally:
-                os._exit(3)
-        assert os.waitpid(child, 0)[1] == 0
-        if not (child := os.fork()):
-            try:
-                model.generate(**batch([9]), max_new_tokens=300, do_sample=False)
-                os._exit(0)
-            finally:
-                os._exit(3)
-        assert os.waitpid(child, 0)[1] == 0
+
+        def generate():
+            assert engine_registry._engines and not engine_registry._makers
+            model.generate(**batch([9]), max_new_tokens=300, do_sample=False)
+
+        assert in_child(generate) == 0
     assert len(lives(read(path))) == 1
 
 

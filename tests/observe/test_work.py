@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.engine.observer import Launched
-from hf_paged.observe.metrics_recorder import Recorder
+from hf_paged.observe.metrics import Recorder
 from hf_paged.observe.work import sizes_of
 
 

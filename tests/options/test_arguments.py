@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
 from hf_paged.options.arguments import merge_config, token_id_lists, token_ids
-from hf_paged.options.read import MergeCache, SettingsReader, call_key
+from hf_paged.options.read import MergeCache, SpecReader, call_key
 
 FIELDS = {
     "max_new_tokens": st.one_of(st.integers(1, 5), st.sampled_from([None, True, 0, -1, 2.0, "3", np.int64(4)])),
@@ -69,7 +69,7 @@ def outcome(call, *args):
 
 
 def reader(model, kwargs, cache=None):
-    return SettingsReader(model, kwargs, cache or MergeCache(), 256).merged
+    return SpecReader(model, kwargs, cache or MergeCache(), 256).merged
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_paged import PagedGenerator
 from hf_paged.options.chat_keywords import OURS, check_read
-from hf_paged.server import templates
-from hf_paged.server.calls import RefusedRequestError
-from hf_paged.server.server_request import ServerRequest
+from hf_paged.server.errors import RefusedRequestError
+from hf_paged.server.prompts import check_for_model
+from hf_paged.server.protocol import ChatBody
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
 CHAT = [{"role": "user", "content": "hi"}]
@@ -50,9 +50,11 @@ def astream(generator, **keywords):
 
 def serve(generator, **keywords):
     """The server's own look at a body, once model and tokenizer are known."""
-    wishes = ServerRequest(tools=keywords.pop("tools", []), reasoning_effort=keywords.pop("reasoning_effort", None))
-    wishes.body = {"chat_template_kwargs": keywords}
-    templates.check_for_model(wishes, generator.tokenizer, generator.model)
+    own = {name: keywords.pop(name) for name in ("tools", "reasoning_effort") if name in keywords}
+    body = ChatBody.model_construct(messages=CHAT, chat_template_kwargs=keywords, **own)
+    tokenizer = generator.tokenizer
+    served = SimpleNamespace(processor=tokenizer, tokenizer=tokenizer, model=generator.model, template_keywords={})
+    check_for_model(served, body)
 
 
 ENTRIES = {
@@ -148,8 +150,8 @@ def test_a_tokenizer_with_a_method_of_its_own_reads_its_parameters():
 
 
 def test_without_a_template_the_tokenizer_says_so(generator, monkeypatch):
-    maker = type(generator._maker)(_without_template(generator.engine), generator.model)
-    monkeypatch.setattr(generator, "_maker", maker)
+    reader = type(generator._reader)(_without_template(generator.engine), generator.model)
+    monkeypatch.setattr(generator, "_reader", reader)
     with pytest.raises(ValueError, match=r"prompts\[0\]: .*chat_template is not set"):
         generator.generate([CHAT], tools=TOOLS, max_new_tokens=2)
 

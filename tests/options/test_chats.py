@@ -11,8 +11,7 @@ import pytest
 from support import byte_tokenizer, tiny_model
 
 from hf_paged import PagedGenerator
-from hf_paged.options.chats import _MEDIA, is_chat, readable_chat
-from hf_paged.options.prompts import prompt_ids
+from hf_paged.options.prompts import _MEDIA, is_chat, prompt_ids, readable_chat
 
 JOINED = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] + '|' }}{% endfor %}"
 WRITTEN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"  # a list as Python writes it

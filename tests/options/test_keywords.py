@@ -10,7 +10,7 @@ from support import tiny_model
 
 from hf_paged import Engine, PagedGenerator
 from hf_paged.options import keywords, table
-from hf_paged.options.request_options import RequestOptions
+from hf_paged.options.request_spec import PLAIN
 
 ENTRIES = [(PagedGenerator.generate, keywords.CallKeywords), (PagedGenerator.stream, keywords.StreamKeywords),
            (Engine.add_request, keywords.EngineKeywords)]
@@ -33,7 +33,7 @@ def test_the_documentation_of_an_entry_has_every_keyword_once(entry, kind):
 
 
 def test_every_option_of_a_request_is_a_keyword_of_it():
-    assert set(RequestOptions._fields) <= set(keywords.names_of(keywords.RequestKeywords))
+    assert set(PLAIN) <= set(keywords.names_of(keywords.RequestKeywords))
 
 
 def test_type_checkers_know_every_native_option_of_a_config():

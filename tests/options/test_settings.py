@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from hf_paged import UnsupportedOptionError
 from hf_paged.options import table
-from hf_paged.options.settings import settings_from_config, token_id_tuple, unsupported_option
+from hf_paged.options.settings import request_spec, token_id_tuple, unsupported_option
 
 FIELDS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 
@@ -30,7 +30,7 @@ def test_every_other_field_with_a_value_needs_stock(name):
     option = unsupported_option(config(**{name: 0.123}))
     assert option == f"{name}=0.123 is not carried out by the paged engine"
     with pytest.raises(UnsupportedOptionError, match=name):
-        settings_from_config(config(**{name: 0.123}), 5, 256)
+        request_spec(config(**{name: 0.123}), 5, 256)
 
 
 @pytest.mark.parametrize("name", table.names(table.LOCKSTEP, table.STOCK, table.ARGUMENT))
@@ -58,15 +58,15 @@ def test_a_field_nobody_has_heard_of_needs_stock_unless_it_is_off():
     ({"min_length": 9, "min_new_tokens": 0}, 5, 10, 0),
 ])
 def test_lengths(kwargs, prompt, maximum, minimum):
-    settings = settings_from_config(config(**kwargs), prompt, 256)
+    settings = request_spec(config(**kwargs), prompt, 256)
     assert (settings.max_new_tokens, settings.min_new_tokens) == (maximum, minimum)
 
 
 def test_sampling_fields_are_read_only_when_sampling():
     values = {"temperature": 0.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1}
-    sampled = settings_from_config(config(do_sample=True, **values), 5, 256)
+    sampled = request_spec(config(do_sample=True, **values), 5, 256)
     assert (sampled.temperature, sampled.top_k, sampled.top_p, sampled.min_p) == (0.5, 7, 0.8, 0.1)
-    assert settings_from_config(config(**values), 5, 256) == settings_from_config(config(), 5, 256)
+    assert request_spec(config(**values), 5, 256) == request_spec(config(), 5, 256)
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [
@@ -88,7 +88,7 @@ def test_sampling_fields_are_read_only_when_sampling():
 ])
 def test_bad_values_are_named(kwargs, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        settings_from_config(config(**kwargs), 5, 256)
+        request_spec(config(**kwargs), 5, 256)
 
 
 @pytest.mark.parametrize(("value", "expected"), [

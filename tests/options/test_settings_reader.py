@@ -9,13 +9,13 @@ from support import tiny_model
 from transformers import GenerationConfig
 
 from hf_paged.options.arguments import merge_config
-from hf_paged.options.read import MergeCache, SettingsReader
-from hf_paged.options.request_options import PLAIN, RequestOptions, settings_with
-from hf_paged.options.settings import settings_from_config
+from hf_paged.options.read import MergeCache, SpecReader
+from hf_paged.options.settings import request_spec
 
 VOCAB_SIZE = 256
-OPTIONS = [PLAIN, RequestOptions(logprobs="raw"), RequestOptions(stop_token_ids=[7], timeout=3.0),
-           RequestOptions(stop_token_ids=[8], presence_penalty=0.5), RequestOptions(top_logprobs=3)]
+PLAIN: dict = {}
+OPTIONS = [PLAIN, {"logprobs": "raw"}, {"stop_token_ids": [7], "timeout": 3.0},
+           {"stop_token_ids": [8], "presence_penalty": 0.5}, {"top_logprobs": 3}]
 FIELDS = {
     "max_new_tokens": st.sampled_from([None, 1, 7, 900, 0, True]),
     "max_length": st.sampled_from([None, 4, 20, 40]),
@@ -65,11 +65,11 @@ def outcome(read):
 
 def alone(model, config, length, options, kwargs):
     merged = merge_config(model, config, kwargs)
-    return settings_with(settings_from_config(merged, length, VOCAB_SIZE), options, VOCAB_SIZE)
+    return request_spec(merged, length, VOCAB_SIZE, options)
 
 
 def reader(model, kwargs):
-    return SettingsReader(model, kwargs, MergeCache(), VOCAB_SIZE).settings
+    return SpecReader(model, kwargs, MergeCache(), VOCAB_SIZE).spec
 
 
 @settings(max_examples=300)
@@ -107,8 +107,8 @@ def test_a_length_penalty_is_checked_for_every_length(model):
 
 
 def test_what_is_the_same_is_read_once(model, monkeypatch):
-    reads, own = [], settings_from_config
-    monkeypatch.setattr("hf_paged.options.read.settings_from_config",
+    reads, own = [], request_spec
+    monkeypatch.setattr("hf_paged.options.read.request_spec",
                         lambda *arguments: reads.append(arguments) or own(*arguments))
     read = reader(model, {})
     made = [read(config_of(max_new_tokens=n, do_sample=True), length, PLAIN) for n in (3, 4, 3) for length in (5, 12)]

@@ -44,7 +44,7 @@ def test_every_setting_of_the_sampler_and_of_the_edits_has_an_option_that_sets_i
         "forced_eos_token_id": 2, "remove_invalid_values": True, "suppress_tokens": [5], "begin_suppress_tokens": [6],
         "exponential_decay_length_penalty": (1, 1.1), "renormalize_logits": True,
     }
-    context = table.values.Context((9,), 256)
+    context = table.Context((9,), 256)
     made = {name for option in table.EDITS for name in option.edits(values.get(option.name, 0.5), context)}
     beside = {"presence_penalty", "frequency_penalty", "also_seen"}  # arguments of hf_paged, and of stock's padding
     assert made == set(Edits.__dataclass_fields__) - beside

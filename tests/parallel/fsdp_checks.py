@@ -21,7 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
 from hf_paged.errors import FallbackWarning
-from hf_paged.parallel import gather
+from hf_paged.parallel import rendezvous
 from hf_paged.parallel.group import ParallelGroup
 
 TIMEOUT = 30.0  # longer than anything here takes where nobody is missed
@@ -112,17 +112,17 @@ class Counted:
     """How many collectives gathered in the block."""
 
     def __enter__(self) -> Counted:
-        self.number, self._original = 0, gather._all_gather
+        self.number, self._original = 0, rendezvous._all_gather
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.number += 1
             return self._original(*args, **kwargs)
 
-        gather._all_gather = counted
+        rendezvous._all_gather = counted
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        gather._all_gather = self._original
+        rendezvous._all_gather = self._original
 
 
 def raised(call: Callable[[], Any]) -> tuple[str, str, float]:
@@ -380,7 +380,7 @@ def strict_on_one(rank: int) -> Any:
 def no_memory_on_one(rank: int) -> Any:
     """What a rank raises while it makes room for the weights reaches the other, which waits for it."""
     model = enabled(shard(tiny_model()))
-    from hf_paged.models import replica
+    from hf_paged.parallel import replica
 
     original = replica.Gatherer
 

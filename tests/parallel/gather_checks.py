@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from hf_paged.parallel import gather
-from hf_paged.parallel.gather import Gatherer, GatherShard
+from hf_paged.parallel import rendezvous
 from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.rendezvous import Gatherer, GatherShard
 
 # Shape, cut along, dtype of the parts, dtype of the whole.
 CASES = [
@@ -32,14 +32,14 @@ def gather_all(group: ParallelGroup, bucket_bytes: int) -> dict[str, object]:
     for whole, (_, dim, _, target) in zip(wholes, CASES, strict=True):
         local = whole if dim is None else _chunk(whole, group.size, dim)[group.rank]
         empty = torch.full(whole.shape, 77).to(target)
-        parts.append(GatherShard(local.clone(), empty, dim, None if dim is None else dist.group.WORLD))
-    original = gather._all_gather
+        parts.append(GatherShard(local.clone(), empty, dim or 0, None if dim is None else dist.group.WORLD))
+    original = rendezvous._all_gather
 
     def counted(out: torch.Tensor, own: torch.Tensor, **kwargs: object) -> object:
         sent.append(out.nbytes)
         return original(out, own, **kwargs)
 
-    gather._all_gather = counted
+    rendezvous._all_gather = counted
     gatherer = Gatherer(parts, bucket_bytes)
     gatherer()
     found = {"first": all(_same(p.whole, w) for p, w in zip(parts, wholes, strict=True)), "sent": list(sent)}
@@ -47,7 +47,7 @@ def gather_all(group: ParallelGroup, bucket_bytes: int) -> dict[str, object]:
     for part in parts:
         part.local.mul_(3)
     gatherer()
-    gather._all_gather = original
+    rendezvous._all_gather = original
     found["again"] = all(_same(p.whole, w * 3) for p, w in zip(parts, wholes, strict=True))
     found["in_place"] = places == [part.whole.data_ptr() for part in parts]
     return found

@@ -6,6 +6,7 @@ import os
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from family_models import family_model
@@ -16,10 +17,11 @@ import hf_paged
 from hf_paged.config import ON_WEIGHT_CHANGE
 from hf_paged.errors import FallbackWarning
 from hf_paged.models import find_executor
-from hf_paged.models.eligibility import unsupported_reason
+from hf_paged.models.eligibility import why_not_native
 from hf_paged.parallel import checkpoint
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.loading import load
+from hf_paged.runner.model_runner import ModelRunner
 
 NEW_TOKENS = 6
 
@@ -122,7 +124,7 @@ def sharded_by_others() -> dict[str, str | None]:
         else:
             FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"),
                                      use_orig_params=name == "original")
-        reason = unsupported_reason(find_executor(model)(model))  # type: ignore[misc]
+        reason = why_not_native(find_executor(model)(model))  # type: ignore[misc]
         reasons[name] = None if reason is None else reason.with_remedy
     return reasons
 
@@ -143,6 +145,32 @@ def updated_while_it_runs(group: ParallelGroup, path: str, after: list[int]) -> 
                 with hf_paged.weight_update(model):
                     model.model.layers[0].self_attn.v_proj.weight.data.neg_()
         hf_paged.disable(model)
+    return made
+
+
+def dry_runs_between(group: ParallelGroup, path: str) -> list[list[Any]]:
+    """Tokens of some requests: without dry runs, and where rank 1 makes one before all steps, and rank 0 before few."""
+    own, made = ModelRunner._compiled, []
+
+    def compiled(runner: ModelRunner, run: Any, plan: Any) -> Any:
+        if group.rank == 1:
+            runner._known_kinds.clear()
+        return own(runner, run, plan)
+
+    for is_on in (False, True):
+        model = load(path, group, dtype=torch.float32, device=torch.device("cpu"))
+        hf_paged.enable(model, num_blocks=40)
+        engine, found = hf_paged.get_engine(model), []
+        with patch.object(ModelRunner, "_compiled", compiled):
+            for i in range(3):
+                drawing = {"do_sample": True, "top_k": 20 * (i > 1)} if i else {}
+                engine.add_request(list(range(1, 9 * i + 5)), GenerationConfig(max_new_tokens=6, **drawing), seed=i,
+                                   logprobs=i % 2 == 0)
+            while engine.has_unfinished():
+                found += [(o.completion.token_ids, o.completion.logprobs) for o in engine.step() if o.completion]
+                engine._core.pool.runner._compiles = is_on
+        hf_paged.disable(model)
+        made.append(found)
     return made
 
 

@@ -21,6 +21,7 @@ from support import tiny_model
 
 import hf_paged.engine.engine
 from hf_paged import PagedConfig, PagedGenerator, generator
+from hf_paged.engine import locked_core
 from hf_paged.engine.follower import Follower
 from hf_paged.errors import WorkerDiedError
 from hf_paged.parallel import checkpoint, loading
@@ -138,7 +139,7 @@ def test_a_worker_loads_while_it_meets(monkeypatch):
 @pytest.mark.slow
 def test_rank_0_loads_before_the_others_come(tiny_path, monkeypatch):
     """Model and tokenizer; the ranks have met when its engine is built."""
-    load, tokenizer_of, events = loading.load, generator._tokenizer_of, []
+    load, tokenizer_of, events = loading.load, generator.tokenizer_of, []
 
     def loads(path, group, **options):
         events.append(("load", has_met(group)))
@@ -160,7 +161,7 @@ def test_rank_0_loads_before_the_others_come(tiny_path, monkeypatch):
 
     meet = ParallelGroup.meet
     monkeypatch.setattr(loading, "load", loads)
-    monkeypatch.setattr(generator, "_tokenizer_of", looks_for_a_tokenizer)
+    monkeypatch.setattr(generator, "tokenizer_of", looks_for_a_tokenizer)
     with nothing_left():
         with PagedGenerator.from_pretrained(tiny_path, tensor_parallel_size=2, num_blocks=20) as over_ranks:
             assert events == [("load", False), ("loaded", True), "tokenizer"]
@@ -190,7 +191,7 @@ def test_rank_0_rehearses_before_the_others_come(tiny_path, monkeypatch):
 
     made = []
     for step in (lambda model, config: None, small):
-        monkeypatch.setattr(hf_paged.engine.engine, "rehearse", step)
+        monkeypatch.setattr(locked_core, "rehearse", step)
         with PagedGenerator.from_pretrained(tiny_path, tensor_parallel_size=2, num_blocks=20) as over_ranks:
             made.append(over_ranks.generate([[5, 6, 7], [8]], max_new_tokens=6)[0].token_ids)
     assert made[0] == made[1]
@@ -243,7 +244,7 @@ def test_rank_0_s_own_errors_while_the_others_start(tiny_path, tmp_path, monkeyp
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for wrong, error in ((interrupted, KeyboardInterrupt), (unreadable, OSError)):
-            monkeypatch.setattr(generator, "_tokenizer_of", wrong)
+            monkeypatch.setattr(generator, "tokenizer_of", wrong)
             with nothing_left(), pytest.raises(error):
                 PagedGenerator.from_pretrained(tiny_path, tensor_parallel_size=2)
     finally:

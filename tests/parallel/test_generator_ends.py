@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from support import random_prompts, tiny_model
+from support import in_child, random_prompts, tiny_model
 
 from hf_paged import PagedGenerator, PartlyLoadedError, disable
 from hf_paged.errors import EngineClosedError, WorkerDiedError
@@ -73,25 +73,13 @@ def test_a_fork_and_a_model_that_is_disabled(checkpoint):
     """A fork leaves rank 0's connections alone; what `disable` ended, `close` does not end again."""
     generator, processes = start(checkpoint)
     [expected] = generator.generate(PROMPTS[:1], max_new_tokens=4)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
+
+    def generate():
+        with pytest.raises(EngineClosedError):
             generator.generate(PROMPTS[:1], max_new_tokens=4)
-        except EngineClosedError:
-            generator.close()
-            code = 0
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + SOON
-    ended, status = 0, None
-    while not ended and time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        time.sleep(0.05)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert ended and status == 0
+        generator.close()
+
+    assert in_child(generate) == 0
     assert generator.generate(PROMPTS[:1], max_new_tokens=4)[0].token_ids == expected.token_ids
     disable(generator.model)
     generator.close()
@@ -169,7 +157,7 @@ def test_a_worker_that_dies_while_weights_are_loaded(checkpoint):
 class Graphs:
     """Of steps that no graph holds."""
 
-    num_captured = num_dropped = 0
+    num_captured, dropped_by = 0, {}
 
     def check(self):
         pass
@@ -192,7 +180,7 @@ class Nccl:
         self.state, self.runner = generator._workers[0]._state, generator.engine._core.pool.runner
         self.state.device_type = "cuda"
         self.graphs = self.runner.graphs = Graphs()
-        self.graphs.drop = self.dropped.set
+        self.graphs.drop = lambda reason: self.dropped.set()
         generator.engine.group.holds(self.graphs)
         self.own_abort = launch._abort_process_group
         monkeypatch.setattr(launch, "_abort_process_group", self.abort)
@@ -256,7 +244,7 @@ ERRORS = {"interrupt": KeyboardInterrupt, "close in a step": EngineClosedError}
 
 def test_communicators_that_do_not_end_do_not_keep_rank_0(nccl, checkpoint):
     generator, process, stand_in = nccl
-    stand_in.graphs.drop = lambda: None
+    stand_in.graphs.drop = lambda reason: None
     begin = time.monotonic()
     generator.close()
     assert launch._ABORT <= time.monotonic() - begin < SOON and not stand_in.dropped.is_set()

@@ -17,7 +17,7 @@ from support import random_prompts, tiny_model
 from transformers import GenerationConfig
 
 from hf_paged import FallbackError, PagedGenerator, UnsupportedModelError, enable
-from hf_paged.integration import progress
+from hf_paged.observe import progress
 
 pytestmark = pytest.mark.slow  # further cases over ranks
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from launch_jobs import CPU
 
+from hf_paged.parallel import group as group_module
 from hf_paged.parallel.group import SINGLE, ParallelGroup, join
 
 COLLECTIVES = {
@@ -55,6 +57,30 @@ def test_alone_a_rank_has_what_it_gives_itself(size):
         group.all_reduce(numbers)
 
 
+def test_a_dry_run_comes_to_no_collective_and_sees_the_kernels_of_sums(monkeypatch):
+    """Neither to another rank's process, which is none here, nor to the caller's check."""
+    noted, numbers = [], torch.arange(6.0).view(2, 3)
+    group = ParallelGroup(1, 2, driven=True)
+    monkeypatch.setattr(group_module, "is_dry", lambda: True)
+    with group.alone(lambda: pytest.fail("it asks whether the others are there")):
+        assert group.all_reduce(numbers) is numbers and group.all_reduce_max(numbers) is numbers
+        assert group.all_gather(numbers).shape == (2, 2, 3) and group.exchange_rows(numbers).shape == (1, 6)
+        assert group.all_reduce_add_rms_norm(numbers, None, torch.ones(3), 1e-6) is None
+    group.broadcast_tensor(numbers)
+    group.buffers = SimpleNamespace(peers="peers")
+    monkeypatch.setattr(group_module, "choose_algorithm_for", lambda tensor, peers: "algorithm")
+    for name in ("all_reduce", "all_reduce_add_rms_norm"):
+        monkeypatch.setattr(group_module, name, lambda *args, name=name: noted.append((name, *args[-2:])))
+    group.all_reduce(numbers)
+    group.all_reduce_add_rms_norm(numbers, None, torch.ones(3), 1e-6)
+    assert noted == [(name, "peers", "algorithm") for name in ("all_reduce", "all_reduce_add_rms_norm")]
+    monkeypatch.setattr(group_module, "is_dry", lambda: False)
+    with group.alone(lambda: None):  # no peer has come yet
+        assert group.all_reduce(numbers) is numbers
+        assert group.all_reduce_add_rms_norm(numbers, None, torch.ones(3), 1e-6) is None
+    assert len(noted) == 2
+
+
 def test_what_the_caller_of_a_rehearsal_learns_ends_it():
     group = ParallelGroup(0, 2)
 
@@ -88,7 +114,7 @@ class Graphs:
     def __init__(self, log):
         self.log = log
 
-    def drop(self):
+    def drop(self, reason):
         self.log.append("graphs")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from launch_jobs import CPU, Follower, Meeting, children, meet, order
+from support import in_child
 
 from hf_paged.errors import EngineClosedError, WorkerDiedError
 from hf_paged.parallel.group import ARRIVED, ENVIRONMENT, ParallelGroup
@@ -230,14 +231,15 @@ def test_a_dropped_reference_ends_workers_that_met(clean):
     workers = launch(2, Follower(), "cpu")
     group = meet(workers)
     assert order(group, "sum") == 3
-    if not (child := os.fork()):
+
+    def leave():
         gc.collect()
         workers.close(1.0)  # a fork's: not its workers
-        os._exit(0)
-    os.waitpid(child, 0)
+
+    assert in_child(leave) == 0
     processes = workers.processes
     assert all(map(alive, processes))
-    del workers
+    workers = None
     assert not any(map(alive, processes))
 
 

@@ -14,18 +14,16 @@ from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    Shard,
     VocabParallelEmbedding,
     VocabParallelHead,
+    even_range,
     is_sharded,
+    kv_head_range,
+    local_kv_heads,
     shard_experts,
     sharded_class,
     stock_class,
-)
-from hf_paged.parallel.shards import (
-    Shard,
-    even_range,
-    kv_head_range,
-    local_kv_heads,
     vocab_rows,
     vocab_shard,
 )
@@ -48,7 +46,7 @@ class Alone(ParallelGroup):
 def filled(layer: nn.Module, stock: nn.Module) -> nn.Module:
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            parameter.copy_(layer.shard_of(name).take(getattr(stock, name)))
+            parameter.copy_(layer.shards[name].take(getattr(stock, name)))
     return layer.requires_grad_(False)
 
 
@@ -122,7 +120,7 @@ def test_embedding_and_head_with_padding() -> None:
 
     heads = [filled(VocabParallelHead(head, group), head) for group in ranks]
     assert [(part.first, part.num_real) for part in heads] == [(0, 16), (16, 5)]
-    heads[1].group.others = [heads[0].local(x)]
+    heads[1].group.others = [nn.functional.linear(x, heads[0].weight, heads[0].bias)]
     assert heads[1](x).shape == (2, 3, 21)
     torch.testing.assert_close(heads[1](x), head(x))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 import time
@@ -17,8 +18,12 @@ pytestmark = pytest.mark.slow  # further cases over ranks
 
 VOCAB = 2600
 PROMPTS = random_prompts([5, 17, 40, 33], vocab_size=VOCAB)
-OLD, NEW = (tiny_model(seed, vocab_size=VOCAB) for seed in (0, 7))
-STATES = {"old": OLD.state_dict(), "new": NEW.state_dict()}
+SEEDS = {"old": 0, "new": 7}
+
+
+@functools.cache
+def state(name):
+    return tiny_model(SEEDS[name], vocab_size=VOCAB).state_dict()
 
 
 def ids(completions):
@@ -29,8 +34,8 @@ def ids(completions):
 def expected():
     """Each model's tokens, as one process makes them."""
     found = {}
-    for name, model in (("old", tiny_model(0, vocab_size=VOCAB)), ("new", tiny_model(7, vocab_size=VOCAB))):
-        with PagedGenerator(model) as alone:
+    for name, seed in SEEDS.items():
+        with PagedGenerator(tiny_model(seed, vocab_size=VOCAB)) as alone:
             found[name] = ids(alone.generate(PROMPTS, max_new_tokens=12))
     assert found["old"] != found["new"]
     return found
@@ -39,7 +44,7 @@ def expected():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    OLD.save_pretrained(folder)
+    tiny_model(SEEDS["old"], vocab_size=VOCAB).save_pretrained(folder)
     return str(folder)
 
 
@@ -54,7 +59,7 @@ def shared(checkpoint):
 def generator(shared):
     """Has the old weights before and after."""
     yield shared
-    shared.load_weights(STATES["old"])
+    shared.load_weights(state("old"))
 
 
 def made(generator):
@@ -66,12 +71,12 @@ def test_weights_go_to_all_ranks_and_come_back_whole(generator, expected):
     assert made(generator) == expected["old"]
     for name in ("new", "old", "new"):
         version = generator.engine.stats().weights_version
-        generator.load_weights(iter(STATES[name].items()))
+        generator.load_weights(iter(state(name).items()))
         assert generator.engine.stats().weights_version == version + 1
         assert made(generator) == expected[name]
         found = dict(generator.named_weights())
-        assert list(found) == list(STATES[name])
-        assert all(torch.equal(tensor, STATES[name][key]) for key, tensor in found.items())
+        assert list(found) == list(state(name))
+        assert all(torch.equal(tensor, state(name)[key]) for key, tensor in found.items())
 
 
 def stream_over_a_load(generator, mode, cut):
@@ -80,7 +85,7 @@ def stream_over_a_load(generator, mode, cut):
     for i, (_, output) in enumerate(generator.stream(PROMPTS[2:3], max_new_tokens=20, on_weight_change=mode), 1):
         outputs.append(output)
         if i == cut:
-            generator.load_weights(iter(STATES["new"].items()))
+            generator.load_weights(iter(state("new").items()))
             assert dict(generator.named_weights())  # while the request runs
     versions = outputs[-1].completion.weight_versions
     assert versions == sorted(versions) and set(versions) == {before, before + 1}
@@ -99,10 +104,10 @@ def test_requests_that_run_go_on_as_in_one_process(generator, mode):
 
 
 def test_buckets_inside_of_one_update(generator, expected):
-    names, version = list(STATES["new"]), generator.engine.stats().weights_version
+    names, version = list(state("new")), generator.engine.stats().weights_version
     with generator.engine.weight_update():
         for some in (names[::2], names[1::2]):
-            generator.load_weights(((name, STATES["new"][name]) for name in some), partial=True)
+            generator.load_weights(((name, state("new")[name]) for name in some), partial=True)
         with pytest.raises(RuntimeError, match="inside a weight_update"):
             generator.engine.reset_prefix_cache()
     assert generator.engine.stats().weights_version == version + 1
@@ -111,7 +116,7 @@ def test_buckets_inside_of_one_update(generator, expected):
 
 def test_an_error_leaves_all_ranks_with_the_same_weights(generator, expected):
     """Whatever was wrong, the ranks hold together, and one more load puts everything right."""
-    bad = STATES["new"] | {"model.norm.weight": torch.ones(3)}
+    bad = state("new") | {"model.norm.weight": torch.ones(3)}
     with pytest.raises(ValueError, match=r"has shape \(3,\)"):
         generator.load_weights(bad)
     assert made(generator) == expected["old"]
@@ -120,12 +125,12 @@ def test_an_error_leaves_all_ranks_with_the_same_weights(generator, expected):
     assert caught.value.written[-1] == list(bad)[len(caught.value.written) - 1]
     found = dict(generator.named_weights())
     for name, tensor in found.items():
-        assert torch.equal(tensor, STATES["new" if name in caught.value.written else "old"][name])
+        assert torch.equal(tensor, state("new" if name in caught.value.written else "old")[name])
 
     def interrupted():
-        yield from list(STATES["new"].items())[:3]
+        yield from list(state("new").items())[:3]
         signal.raise_signal(signal.SIGINT)
-        yield from list(STATES["new"].items())[3:]
+        yield from list(state("new").items())[3:]
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -133,7 +138,7 @@ def test_an_error_leaves_all_ranks_with_the_same_weights(generator, expected):
             generator.load_weights(interrupted())
     finally:
         signal.signal(signal.SIGINT, handler)
-    generator.load_weights(STATES["new"])
+    generator.load_weights(state("new"))
     assert made(generator) == expected["new"]
 
 
@@ -142,7 +147,7 @@ def test_other_threads_wait_and_go_on(generator, expected):
     thread = threading.Thread(target=lambda: found.extend(made(generator)))
 
     def weights():
-        for i, item in enumerate(STATES["old"].items()):
+        for i, item in enumerate(state("old").items()):
             if i == 2:
                 thread.start()
                 time.sleep(0.05)
@@ -155,16 +160,16 @@ def test_other_threads_wait_and_go_on(generator, expected):
 
 def test_abandoned_reading_leaves_nothing_behind(generator, expected):
     name, tensor = next(generator.named_weights())
-    assert torch.equal(tensor, STATES["old"][name])
+    assert torch.equal(tensor, state("old")[name])
     assert made(generator) == expected["old"]
 
 
 def test_where_every_rank_runs_the_script(checkpoint):
     """Each takes its part of what it is given itself; all raise where one of them has to."""
-    whole, nothing = run_ranks("rank_checks:load_weights", 2, checkpoint, STATES["new"])
+    whole, nothing = run_ranks("rank_checks:load_weights", 2, checkpoint, state("new"))
     assert nothing["found"] == {}
-    assert list(whole["found"]) == list(STATES["new"])
-    assert all(torch.equal(tensor, STATES["new"][name]) for name, tensor in whole["found"].items())
+    assert list(whole["found"]) == list(state("new"))
+    assert all(torch.equal(tensor, state("new")[name]) for name, tensor in whole["found"].items())
     assert whole["tokens"] == nothing["tokens"]
     assert (whole["error"], nothing["error"]) == ("ValueError", "TypeError")
     assert "another rank" in whole["message"]

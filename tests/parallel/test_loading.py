@@ -174,7 +174,7 @@ def drop(*keys: str) -> Any:
 
 
 NORM = "model.layers.1.input_layernorm.weight"
-EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+EXPERT, COMMON = (f"model.layers.1.mlp.experts.{name}" for name in ("5.up_proj.weight", "gate_up_proj"))
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -184,6 +184,8 @@ EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
     (lambda t: t | {"model.layers.2.x": torch.zeros(1)}, r"model\.layers\.2\.x in .*safetensors is no parameter"),
     (lambda t: t | {NORM: torch.zeros(65)}, rf"{NORM} in .*model\.safetensors has shape \(65,\): expected \(64,\)"),
     (lambda t: t | {EXPERT: torch.zeros(32, 65)}, rf"{EXPERT} in .* has shape \(32, 65\): expected \(32, 64\)"),
+    (lambda t: t | {NORM.removeprefix("model."): t[NORM].clone()}, r"layernorm\.weight in .* is there in two forms"),
+    (lambda t: t | {COMMON: torch.zeros(8, 64, 64)}, r"mlp\.experts\..* in .* is there in two forms"),
     (lambda t: t | {NORM: torch.zeros(64, dtype=torch.int8)}, rf"{NORM} in .*safetensors is I8: expected"),
 ])
 def test_a_bad_tensor_is_named(change: Any, message: str, tmp_path: Path) -> None:

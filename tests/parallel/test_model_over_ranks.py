@@ -58,6 +58,14 @@ def check_refusals(found: list[dict[str, str | None]]) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_may_look_at_more_steps_in_dry_runs_than_another(tmp_path: Path) -> None:
+    """Which come to no collective: else ranks would wait for each other, or sum what does not belong together."""
+    tiny_model(num_key_value_heads=2, vocab_size=2600).save_pretrained(tmp_path)
+    [[plain, dry], other] = run_ranks("rank_checks:dry_runs_between", 2, str(tmp_path))
+    assert plain == dry and other == [plain, dry] and len(plain) == 3
+
+
+@pytest.mark.slow
 def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
     with pytest.raises(RuntimeError, match=r"rank 0 ended with 1:(.|\n)*in fails(.|\n)*ValueError: on purpose by"):
         run_ranks("rank_checks:fails", 1)

@@ -12,9 +12,9 @@ from torch import nn
 
 from hf_paged.parallel import named_weights
 from hf_paged.parallel.group import SINGLE, ParallelGroup
+from hf_paged.parallel.layers import Shard
 from hf_paged.parallel.loading import load
 from hf_paged.parallel.named_weights import NamedWeights, ShardRange, WeightLocation, check_tensor, gather, write
-from hf_paged.parallel.shards import Shard
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama-3", {"vocab_size": 250}),
@@ -98,8 +98,8 @@ def test_what_is_missing_is_told_by_the_models_own_names(tmp_path: Path) -> None
     left_out = [name for name in state if name.endswith((".3.up_proj.weight", "layers.0.input_layernorm.weight"))]
     covered = {weights.place(name).covers for name in state if name not in left_out}
     assert weights.missing(covered) == [
-        "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.input_layernorm.weight",
-        "model.layers.1.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.experts.3.up_proj.weight", "model.layers.0.input_layernorm.weight",
+        "model.layers.1.mlp.experts.3.up_proj.weight",
     ]
     assert set(weights.missing(())) == set(new.state_dict())
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hf_paged.parallel import peers
+from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.peers import PeersUnavailable, _obstacle_between, open_peers
 
 
@@ -35,6 +36,28 @@ def test_one_ranks_reason_is_everybodys(two_ranks, monkeypatch):
     two_ranks.append("cannot reach the memory of all of [1]")
     with pytest.raises(PeersUnavailable, match="rank 0: cannot reach"):
         open_peers(None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("wanted", "obstacle"), [("auto", None), ("peers", None), ("nccl", None), ("auto", "a wall")])
+def test_dry_runs_before_ranks_meet_see_peers_where_there_will_be_some(wanted, obstacle, monkeypatch):
+    """Of the same numbers of bytes, which kernels are compiled for."""
+    own_zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **named: own_zeros(*size, **named))
+    monkeypatch.setattr(peers, "_obstacle", lambda device, size: obstacle)
+    asked = []
+    monkeypatch.setattr(peers, "open_peers", lambda hosts, device, capacity: asked.append(capacity))
+    group = ParallelGroup(1, 4)
+    group._hosts = "hosts"
+    with peers.rehearsed_peers(group, torch.device("cpu"), wanted, 1000):
+        assert (group.peers is None) == (wanted == "nccl" or obstacle is not None)
+        if group.peers is not None:
+            assert (group.peers.size, group.peers.rank, group.peers.capacity) == (4, 1, 1008)
+            assert all(buffer.data_ptr() % 16 == 0 for buffer in group.peers.buffers)
+    assert group.peers is None
+    peers.connect(group, torch.device("cuda"), wanted, 1000)
+    assert asked == [1008] * (wanted != "nccl")
+    with peers.rehearsed_peers(ParallelGroup(0, 1), torch.device("cpu"), wanted, 1000):
+        pass
 
 
 @pytest.mark.parametrize("capacity", [0, -16, 100])

@@ -63,8 +63,8 @@ def test_kv_heads_fewer_than_ranks_are_held_by_several(size: int, heads: int, gr
         parallelize(model, ParallelGroup(rank, size))
         attention = model.model.layers[0].self_attn
         first = rank * 2 // size
-        assert attention.k_proj.shard_of("weight").ranges == ((first * 16, (first + heads) * 16),)
-        assert attention.v_proj.shard_of("weight") == attention.k_proj.shard_of("weight")
+        assert attention.k_proj.shards["weight"].ranges == ((first * 16, (first + heads) * 16),)
+        assert attention.v_proj.shards["weight"] == attention.k_proj.shards["weight"]
         assert attention.num_key_value_groups == groups
         assert attention.q_proj.out_features == 64 // size
 
@@ -73,7 +73,7 @@ def test_tied_embedding_and_head_are_one_parameter() -> None:
     model = meta_model("qwen2", tie_word_embeddings=True, vocab_size=250)
     parallelize(model, ParallelGroup(1, 2))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.lm_head.shard_of("weight") == model.model.embed_tokens.shard_of("weight")
+    assert model.lm_head.shards["weight"] == model.model.embed_tokens.shards["weight"]
 
 
 @pytest.mark.parametrize(("variant", "message"), [

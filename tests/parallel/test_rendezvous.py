@@ -84,12 +84,6 @@ def test_an_interrupt_while_waiting_is_told_to_the_others(monkeypatch):
     assert found == [frozenset()] * 2
 
 
-def test_a_rank_that_has_no_others_meets_nobody():
-    alone = Rendezvous(dist.HashStore(), "model", 5, [5], FLAGS)
-    assert alone.meet({"changed"}, 0.01, "T") == {"changed"}
-    alone.refuse(ValueError())
-
-
 def test_two_models_do_not_meet_each_other():
     store = dist.HashStore()
     one, other = Rendezvous(store, "a", 0, [0, 1], FLAGS), Rendezvous(store, "b", 1, [0, 1], FLAGS)
@@ -116,7 +110,7 @@ def test_whatever_the_ranks_do_all_come_to_a_meeting_or_nobody(plans):
                 meetings[rank].meet((), 0.03, "T")
             except RankAloneError:
                 continue
-            came[meetings[rank]._number - 1].add(rank)
+            came[meetings[rank].num_meetings - 1].add(rank)
 
     assert together(*(lambda r=r: live(r) for r in range(len(plans)))) == [None] * len(plans)
     assert all(ranks == set(range(len(plans))) for ranks in came.values()), came

@@ -15,8 +15,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import hf_paged
 from hf_paged.errors import FallbackError
-from hf_paged.models import find_executor, fused
-from hf_paged.models.eligibility import unsupported_reason
+from hf_paged.models import find_executor, linears
+from hf_paged.models.eligibility import why_not_native
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import (
     ColumnParallelLinear,
@@ -42,7 +42,7 @@ def adapter_of(model: Any) -> Any:
 def test_a_ranks_part_is_recognised_with_its_own_sizes(variant: str, tmp_path: Path) -> None:
     whole, model = family_model(variant, vocab_size=250), sharded(variant, tmp_path)
     adapter, other = adapter_of(model), adapter_of(whole)
-    assert unsupported_reason(adapter) is None
+    assert why_not_native(adapter) is None
     assert (adapter.group.rank, adapter.group.size) == (1, 2) and other.group is SINGLE
     assert (adapter.kv_spec().num_kv_heads, other.kv_spec().num_kv_heads) == (1, 2)
     assert adapter.kv_spec()._replace(num_kv_heads=2, num_heads=4) == other.kv_spec()
@@ -56,13 +56,14 @@ def test_a_ranks_part_is_recognised_with_its_own_sizes(variant: str, tmp_path: P
 @pytest.mark.parametrize(("variant", "gate_up"), [("llama", [True, True]), ("qwen3-moe-mixed", [True, False])])
 def test_column_parallel_layers_are_merged(variant: str, gate_up: list[bool], tmp_path: Path,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "adjacent_memory", HostMemory)
+    monkeypatch.setattr(linears, "adjacent_memory", HostMemory)
     model = sharded(variant, tmp_path)
     names = [name for name, _ in model.named_parameters()]
     adapter = adapter_of(model)
     adapter.prepare(64)
-    assert [tuple(one.weight.shape) for one in adapter._qkv] == [(64, 64)] * 2  # 2 query heads, one key, one value
-    assert [one is not None and one.weight is not None for one in adapter._gate_up] == gate_up
+    heads, inner = ([getattr(layer, name) for layer in adapter._layer_parts] for name in ("qkv", "gate_up"))
+    assert [tuple(one.weight.shape) for one in heads] == [(64, 64)] * 2  # 2 query heads, one key, one value
+    assert [one is not None and one.weight is not None for one in inner] == gate_up
     assert adapter.is_current() and [name for name, _ in model.named_parameters()] == names
 
 
@@ -73,12 +74,12 @@ def test_storages_of_loaded_weights_can_be_resized(tmp_path: Path) -> None:
 def test_patched_experts_are_seen_through_their_sharded_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = sharded("qwen3-moe", tmp_path)
     adapter = adapter_of(model)
-    assert unsupported_reason(adapter) is None
+    assert why_not_native(adapter) is None
     monkeypatch.setattr(Qwen3MoeExperts, "_apply_gate", lambda self, x: x)
-    assert "Qwen3MoeExperts._apply_gate is patched" in str(unsupported_reason(adapter))
+    assert "Qwen3MoeExperts._apply_gate is patched" in str(why_not_native(adapter))
     monkeypatch.undo()
     monkeypatch.setattr(Qwen3MoeExperts, "forward", lambda self, x, *_: x)
-    assert "Qwen3MoeExperts.forward is patched" in str(unsupported_reason(adapter))
+    assert "Qwen3MoeExperts.forward is patched" in str(why_not_native(adapter))
 
 
 @pytest.mark.parametrize("target", ["q_proj", "o_proj", "down_proj"])
@@ -86,7 +87,7 @@ def test_a_tuner_on_a_sharded_layer_is_refused(target: str, tmp_path: Path) -> N
     """Its matrices would have to be sharded as well: those of a row-parallel layer would miss the sum over ranks."""
     model = sharded("llama", tmp_path)
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=[target]), model)
-    assert f"{target} wraps a layer that is sharded over ranks" in str(unsupported_reason(adapter_of(model)))
+    assert f"{target} wraps a layer that is sharded over ranks" in str(why_not_native(adapter_of(model)))
 
 
 def replace_head(model: Any) -> None:
@@ -133,7 +134,7 @@ def test_a_part_is_neither_saved_nor_resized(tmp_path: Path) -> None:
     assert not list((tmp_path / "saved").glob("*.safetensors"))
     with pytest.raises(RuntimeError, match="expected a checkpoint that was resized before"):
         model.resize_token_embeddings(260)
-    assert unsupported_reason(adapter_of(model)) is None
+    assert why_not_native(adapter_of(model)) is None
     whole = load(str(tmp_path), SINGLE, device="cpu")
     assert whole.resize_token_embeddings(260).weight.shape == (260, 64) and len(whole.state_dict()) > 0
 
@@ -143,18 +144,18 @@ def test_patched_forwards_of_sharded_layers_are_seen(kind: type, tmp_path: Path,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     model = sharded("llama", tmp_path)
     monkeypatch.setattr(kind, "forward", lambda self, x: x)
-    assert f"{kind.__name__}.forward is patched" in str(unsupported_reason(adapter_of(model)))
+    assert f"{kind.__name__}.forward is patched" in str(why_not_native(adapter_of(model)))
     monkeypatch.undo()
-    assert unsupported_reason(adapter_of(model)) is None
+    assert why_not_native(adapter_of(model)) is None
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
-    assert "Linear.forward is patched" in str(unsupported_reason(adapter_of(model)))
+    assert "Linear.forward is patched" in str(why_not_native(adapter_of(model)))
 
 
 def test_parts_of_parameters_that_others_keep_are_refused(tmp_path: Path) -> None:
     """DeepSpeed marks the parameters that it partitions; FSDP and DTensors: `test_model_over_ranks`."""
     model = family_model("llama")
     model.model.norm.weight.ds_id = 7
-    reason = unsupported_reason(adapter_of(model)).with_remedy
+    reason = why_not_native(adapter_of(model)).with_remedy
     assert "DeepSpeed" in reason and "deepspeed.zero.GatheredParameters" in reason
 
 

@@ -15,6 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from hf_paged.kernels.build import compiling
 from hf_paged.kernels.build.compiling import compiled_together
 from hf_paged.models import find_executor
+from hf_paged.runner.dry_runs import dry_runs
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.padded_steps import PaddedSteps
 
@@ -29,7 +30,7 @@ def finish() -> None:
 
 
 def coming(steps: PaddedSteps) -> Iterator[Callable[[], object]]:
-    yield from steps.coming(ROWS, TOKENS)
+    yield from dry_runs(steps, ROWS, TOKENS)
     all_seen.set()
 
 
@@ -48,7 +49,7 @@ def main(backend: str) -> dict[str, object]:
                              max_model_len=256, max_num_batched_tokens=TOKENS, attention_backend=backend)
         runner.prepare()
         steps = PaddedSteps(executor, runner.cache, runner.state, runner.attention, TOKENS)
-        first = partial(steps._run_padding_tokens, 16, queued=False)
+        first = partial(steps.run_padding_tokens, 16, queued=False)
         compiled_together(first, coming(steps))
         finish()
         behind = [name for name, *_ in compiled]
@@ -59,7 +60,7 @@ def main(backend: str) -> dict[str, object]:
         alone = list(launched)
         del compiled[:]
         sizes = []
-        for run in steps.coming(ROWS, TOKENS):
+        for run in dry_runs(steps, ROWS, TOKENS):
             run()
             sizes.append([run.func.__name__, *run.args])
         return {"behind": behind, "threads": threads, "together": together, "alone": alone, "missed": compiled,

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from hf_paged.attention import plan_prompts
-from hf_paged.attention.plan_groups import GroupedPlan
+from hf_paged.attention.plan_decode import GroupedPlan
 from hf_paged.attention.triton_backend import TritonBackend
 from hf_paged.kernels.attention.types import GroupedWork
 from hf_paged.models import KVSpec
 from hf_paged.runner.attention_inputs import AttentionInputs
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 
 class Watched(TritonBackend):

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import threading
+from collections import Counter
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from functools import cache, partial
@@ -29,20 +30,22 @@ from hf_paged.attention.plan_prompts import RowPrograms
 from hf_paged.attention.triton_backend import TritonBackend
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.features.drafts import Speculation
-from hf_paged.engine.lockstep_throttle import LockstepThrottle
-from hf_paged.kernels.attention.grouped_decode import paged_attention_grouped
-from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
+from hf_paged.engine.features.lockstep import LockstepThrottle
+from hf_paged.kernels.attention.grouped import paged_attention_grouped, paged_attention_grouped_prefill
 from hf_paged.kernels.attention.types import GroupedWork, PromptWork, TileQueue
 from hf_paged.kernels.build import compiling
 from hf_paged.kernels.hopper import decoder_layers_support as support
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.runner import graphs as graphs_module
-from hf_paged.runner import padded_steps
+from hf_paged.runner import padded_steps, request_state
 from hf_paged.runner.attention_inputs import AttentionInputs
-from hf_paged.runner.graphs import Captured, StepGraphs
+from hf_paged.runner.dry_runs import dry_runs
+from hf_paged.runner.graphs import Captured, Padded, StepGraphs
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.padded_steps import Drawn, PaddedSteps
-from hf_paged.sampling.token_log_probs import PROCESSED
+from hf_paged.runner.step_shape import StepShape
+from hf_paged.sampling import edit_lines
+from hf_paged.sampling.log_probs import PROCESSED
 from hf_paged.scheduler import Status
 
 
@@ -82,7 +85,7 @@ class Uncaptured:
 
 
 def uncaptured(monkeypatch):
-    """Every runner gets graphs that run uncaptured; returns the list of what is replayed as (kind, size)."""
+    """Every runner gets graphs that run uncaptured; returns the list of the padded steps that run as (kind, size)."""
     replayed: list[tuple[str, int]] = []
 
     def capture(self, run, inputs, name):
@@ -121,7 +124,7 @@ def uncaptured(monkeypatch):
         self.graphs = graphs_of(self, options["max_num_batched_tokens"])
 
     monkeypatch.setattr(ModelRunner, "__init__", init)
-    for name, function in (("_capture", capture), ("_get", get), ("_replay", replay)):
+    for name, function in (("_capture", capture), ("_get", get), ("_replay", replay), ("_aside", nullcontext)):
         monkeypatch.setattr(StepGraphs, name, function)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     return replayed
@@ -173,20 +176,31 @@ def test_decode_rows_beside_long_prompts_go_with_them_in_one_graph(steps, monkey
     assert all(size < 32 for (before, _), (kind, size) in pairs if (before, kind) == ("decode", "prompt"))
 
 
-def test_a_mixed_step_whose_graph_cannot_be_had_replays_two(steps, monkeypatch):
-    """Both parts are then what they would have been: here no memory is left for the larger graph."""
+@pytest.mark.parametrize("fails", ["run", "capture"])
+def test_a_mixed_step_whose_graph_cannot_be_had_replays_two(steps, monkeypatch, fails):
+    """Both parts are then what they would have been: here no memory is left for the larger step, or its graph."""
     monkeypatch.setattr(padded_steps, "_MIXED_TOKENS", 1)
-    own = StepGraphs._capture
-    monkeypatch.setattr(StepGraphs, "_capture", lambda self, run, inputs, name: (
-        None if name.startswith("mixed") else own(self, run, inputs, name)))
-    model, prompts, new_tokens = tiny_model(), random_prompts([5, 40, 17, 3]), [12, 3, 9, 6]
+    model, prompts, new_tokens = tiny_model(), random_prompts([5, 40, 17, 3, 18, 19, 20]), [12, 3, 9, 6, 4, 3, 2]
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 128}
-    made = generate(model, prompts, new_tokens, **options)
-    kinds = [kind for kind, _ in steps]
-    assert ("decode", "prompt") in list(itertools.pairwise(kinds)) and "mixed" not in kinds
-    monkeypatch.setattr(StepGraphs, "_capture", own)
-    assert generate(model, prompts, new_tokens, **options) == made
-    assert "mixed" in [kind for kind, _ in steps]
+    expected = generate(model, prompts, new_tokens, **options)
+    most = Counter(step for step in steps if step[0] == "mixed")
+    apart = Counter(itertools.pairwise(kind for kind, _ in steps))["decode", "prompt"]
+    assert max(most.values()) > 2
+    del steps[:]
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError
+
+    own = StepGraphs._capture
+    if fails == "run":
+        monkeypatch.setattr(PaddedSteps, "mixed", no_memory)
+    else:
+        monkeypatch.setattr(StepGraphs, "_capture", lambda self, run, inputs, name: (
+            None if name.startswith("mixed") else own(self, run, inputs, name)))
+    assert generate(model, prompts, new_tokens, **options) == expected
+    assert Counter(itertools.pairwise(kind for kind, _ in steps))["decode", "prompt"] > apart
+    tried = Counter(step for step in steps if step[0] == "mixed")
+    assert tried == {step: min(count, 1 if fails == "run" else 2) for step, count in most.items()}
 
 
 def test_a_decode_row_is_edited_beside_prompts_that_are_not(steps, monkeypatch):
@@ -324,7 +338,7 @@ def test_prompts_behind_a_cached_prefix_read_it_once_and_make_stocks_tokens(step
                 if output.completion is not None:
                     made[output.request_id] = output.completion.token_ids
         assert [made[name] for name in ids] == expected
-        keys = set(engine._core.pool.runner.graphs._captured)
+        keys = set(engine._core.pool.runner.graphs._runs)
     if mode == "off":
         assert not backend.prompts
         return
@@ -458,7 +472,8 @@ def test_what_the_next_step_reads_is_sent_before_tokens_are_drawn_and_memory_may
 
         def moving(self, *args):
             if len(moved) in (2, 3, 5):
-                self._state.tokens, self._state.version = self._state.tokens.clone(), self._state.version + 1
+                self._state.tokens = self._state.tokens.clone()
+                self._state.moves["token history"] += 1
             moved.append(draw(self, *args))
             return moved[-1]
 
@@ -539,7 +554,7 @@ def test_no_graph_draws_from_logits_of_a_graph_that_was_dropped(under_masks):
     """It would be taken for steps of later graphs, which have their logits elsewhere."""
     graphs, step, *rest = under_masks
     assert graphs.draw(step, *rest)
-    graphs.drop()
+    graphs.drop("a test")
     assert not graphs.draw(step, *rest)
     assert not graphs._captured
 
@@ -551,7 +566,7 @@ def test_looking_at_what_comes_leaves_the_counts_of_the_step_that_waits(steps):
         attention = graphs._attention
         attention.saved_positions = attention.saved_prompt_positions = 7
         with torch.no_grad():
-            for run in graphs.steps.coming(2, 16):
+            for run in dry_runs(graphs.steps, 2, 16):
                 run()
         assert (attention.saved_positions, attention.saved_prompt_positions) == (7, 7)
 
@@ -563,12 +578,13 @@ def test_a_dry_run_leaves_it_to_the_real_one_to_look_at_a_model_that_was_touched
         generator.generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
         graphs = generator.engine._core.pool.runner.graphs
         model.model.layers[0].mlp.up_proj = copy.deepcopy(model.model.layers[0].mlp.up_proj)
-        (run,) = graphs.steps.coming(1)
+        (run,) = dry_runs(graphs.steps, 1)
         with torch.no_grad():
             compiling._DryRun().run(run)
-            assert not graphs._executor._is_untouched()
+            executor = graphs._executor
+            assert model.model.layers[0].mlp.up_proj not in executor._layer_parts[0].gate_up.linears
             run()
-            assert graphs._executor._is_untouched()
+            assert model.model.layers[0].mlp.up_proj in executor._layer_parts[0].gate_up.linears
 
 
 def test_log_probs_are_the_eager_steps_and_have_graphs_of_their_own(monkeypatch):
@@ -611,28 +627,106 @@ def test_a_step_is_eager_where_its_graph_cannot_be_had(steps, monkeypatch, kind)
         return None if of_prompts == (kind == "prompt") else capture(self, run, inputs, name)
 
     monkeypatch.setattr(StepGraphs, "_capture", refuse)
-    model, prompts = tiny_model(), random_prompts([5, 40, 17, 3])
-    made = generate(model, prompts, [8] * 4, max_num_seqs=2)
-    monkeypatch.setattr(StepGraphs, "launch", lambda *_, **__: None)
-    assert made == generate(model, prompts, [8] * 4, max_num_seqs=2)
+    model, prompts = tiny_model(), random_prompts([5, 40, 17, 3, 18, 19, 20, 21, 22, 23])
+    made = generate(model, prompts, [8] * 10, max_num_seqs=2)
     assert len(tried) == len(set(tried)), "asked again for what cannot be had"
-    assert kind not in {replayed for replayed, _ in steps}
+    assert (kind == "prompt") in {of_prompts for of_prompts, _ in tried}
+    ran = Counter(step for step in steps if step[0] == kind)
+    assert max(ran.values()) == (1 if kind == "decode" else 2)
+    monkeypatch.setattr(StepGraphs, "launch", lambda *_, **__: None)
+    assert made == generate(model, prompts, [8] * 10, max_num_seqs=2)
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_dropped_graphs_are_destroyed_whatever_refers_to_them(steps, how):
     """Such as the traceback of an error in a step; NCCL waits for the end of every graph that holds its kernels."""
     with hf_paged.PagedGenerator(tiny_model(), num_blocks=50) as generator:
-        expected = generator.generate([[1, 2, 3]], max_new_tokens=4, do_sample=False)[0].token_ids
+        for _ in range(3):
+            expected = generator.generate([[1, 2, 3]], max_new_tokens=4, do_sample=False)[0].token_ids
         graphs = generator.engine._core.pool.runner.graphs
         captured = list(graphs._captured.values())
         assert len(captured) >= 2 and not any(kept.graph.is_destroyed for kept in captured)
         if how == "drop":
-            graphs.drop()
+            graphs.drop("a test")
             assert generator.engine.stats().num_graphs_dropped == len(captured)
             assert generator.generate([[1, 2, 3]], max_new_tokens=4, do_sample=False)[0].token_ids == expected
             assert graphs.num_captured == 2 * len(captured)
     assert all(kept.graph.is_destroyed for kept in captured)
+
+
+def test_only_graphs_that_edit_logits_go_when_a_list_of_edits_moves(steps, monkeypatch):
+    """Other requests' graphs do not read it. All go when the token history moves, and each is counted by its reason."""
+    monkeypatch.setattr(edit_lines, "_FIRST_WIDTH", 2)
+    monkeypatch.setattr(request_state, "_HISTORY_BYTES", 64 * 4 * 9)
+    model = tiny_model()
+
+    def made(generator, prompt, **options):
+        return generator.generate([prompt], GenerationConfig(max_new_tokens=4, do_sample=False, **options),
+                                  use_tqdm=False)[0].token_ids
+
+    with hf_paged.PagedGenerator(model, num_blocks=50, max_num_seqs=8) as generator:
+        plain, edited = made(generator, [1, 2, 3]), made(generator, [1, 2, 3], bad_words_ids=[[5]])
+        graphs, stats = generator.engine._core.pool.runner.graphs, generator.engine.stats
+        kept = {shape for shape in graphs._captured if not shape.stages}
+        gone = [captured.graph for shape, captured in graphs._captured.items() if shape.stages]
+        moved = dict(stats().graphs_dropped_by)
+        longer = made(generator, [1, 2, 3], bad_words_ids=[[token] for token in range(5, 60)])
+        dropped = {reason: count - moved.get(reason, 0) for reason, count in stats().graphs_dropped_by.items()}
+        assert dropped == {"edit lists": len(gone)} and all(graph.is_destroyed for graph in gone) and gone and kept
+        assert kept <= graphs._captured.keys() and not any(graphs._captured[shape].graph.is_destroyed for shape in kept)
+        number = graphs.num_captured
+        assert made(generator, [1, 2, 3]) == plain and graphs.num_captured == number
+        assert made(generator, [1, 2, 3], bad_words_ids=[[5]]) == edited and set(longer).isdisjoint(range(5, 60))
+        number = len(graphs._captured)
+        made(generator, list(range(1, 100)))
+        assert stats().graphs_dropped_by["token history"] == number
+        assert made(generator, [1, 2, 3]) == plain
+        assert stats().num_graphs_dropped == sum(stats().graphs_dropped_by.values())
+
+
+def test_a_pool_without_a_graph_takes_no_capture(graphs, monkeypatch):
+    """As torch's allocator has it. A graph of an earlier pool, or of a capture that failed, is of another pool."""
+    uses, numbers = Counter(), itertools.count()
+
+    class Graph:
+        pool = None
+
+        def capture_begin(self, pool, **_):
+            if pool in uses and not uses[pool]:
+                raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+            uses[pool] += 1
+            self.pool = pool
+
+        def capture_end(self):
+            pass
+
+        def reset(self):
+            if self.pool is not None:
+                uses[self.pool] -= 1
+            self.pool = None
+
+    def no_memory():
+        raise torch.OutOfMemoryError
+
+    def capture(shape, run=lambda: torch.zeros(1)):
+        graphs._captured[shape] = graphs._record(partial(run), (), shape.name)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(numbers)))
+    graphs._drop_if_moved()
+    capture(StepShape("decode", rows=1))
+    with suppress(torch.OutOfMemoryError):
+        capture(StepShape("prompts", tokens=64), no_memory)
+    capture(StepShape("decode", rows=1, stages=frozenset({"bad_words"})))
+    graphs._state.edits._lists["bad_words"].moves += 1
+    graphs._drop_if_moved()
+    assert graphs.dropped_by == {"edit lists": 1} and StepShape("decode", rows=1) in graphs._captured
+    capture(StepShape("decode", rows=2))
+    capture(StepShape("decode", rows=2, stages=frozenset({"bad_words"})))
+    graphs._state.edits._lists["bad_words"].moves += 1
+    graphs._drop_if_moved()
+    capture(StepShape("decode", rows=4))
+    assert graphs._captured[StepShape("decode", rows=4)].pool == graphs._captured[StepShape("decode", rows=2)].pool
 
 
 @pytest.mark.parametrize("structured", [False, True])
@@ -676,11 +770,11 @@ def one_launch(steps, monkeypatch):
     own_capture, own_send = StepGraphs._capture, StepGraphs._send
 
     def capture(self, run, inputs, name):
-        made, launches = own_capture(self, run, inputs, name), len(plans.rows)
-        if run.args[0].one_launch:
-            with torch.no_grad():
-                run(*map(torch.from_numpy, inputs))  # as the run before the capture does
-        return made._replace(kept=(torch.zeros(1),) if len(plans.rows) > launches else ())
+        made, plans.is_captured = own_capture(self, run, inputs, name), True
+        with torch.no_grad():
+            run(*map(torch.from_numpy, inputs))
+        plans.is_captured = False
+        return made._replace(kept=tuple(self._executor.captured_tensors()))
 
     def send(self, captured, inputs):
         own_send(self, captured, inputs)
@@ -700,8 +794,8 @@ def test_a_graph_that_was_captured_with_the_kernel_is_found_by_it(steps, one_lau
         found = {shape.one_launch: one for shape, one in graphs._captured.items() if shape.kind == "decode"}
         assert len(one_launch.plans.rows) == 6 and found.keys() == {True} and found[True].kept
         assert sum(kind == "decode" for kind, _ in steps) == 5
-    # The first step is captured on all of its inputs; attention's plan is for nobody after that.
-    assert [count for captured, count in one_launch.sent if captured.kept] == [2, 1, 1, 1, 1]
+    # Behind the second step, which runs on all of its inputs; attention's plan is for nobody after that.
+    assert [count for captured, count in one_launch.sent if captured.kept] == [1, 1, 1]
 
 
 def test_a_graph_without_the_launch_has_attentions_plan_sent(one_launch):
@@ -716,7 +810,7 @@ def test_a_graph_without_the_launch_has_attentions_plan_sent(one_launch):
         captured = generator.engine._core.pool.runner.graphs._captured
         found = [(shape.one_launch, bool(one.kept)) for shape, one in captured.items() if shape.kind == "decode"]
         assert found == [(True, True), (True, False)]
-    assert sum(captured.name.startswith("decode") for captured, _ in one_launch.sent) == 5
+    assert sum(captured.name.startswith("decode") for captured, _ in one_launch.sent) == 3
 
 
 def test_a_kernel_that_fails_elsewhere_while_a_step_is_prepared(one_launch, monkeypatch):
@@ -904,13 +998,9 @@ def test_graphs_hold_what_they_read_until_they_are_checked(graphs):
     assert not third.expired()
 
 
-@pytest.mark.parametrize(("fails_in", "error", "result"), [
-    ("warm-up", torch.OutOfMemoryError("no"), None), ("warm-up", ValueError("bad"), ValueError),
-    ("capture", torch.OutOfMemoryError("no"), None), ("capture", RuntimeError("cannot be captured"), None),
-    ("capture", KeyboardInterrupt(), KeyboardInterrupt), ("nothing", None, "a graph"),
-])
-def test_a_step_runs_and_is_captured_on_the_engines_own_stream(graphs, monkeypatch, fails_in, error, result):
-    """After what the caller's stream has to do, which in turn waits for it, whatever happens there."""
+@pytest.fixture
+def streams(graphs, monkeypatch):
+    """A log of what happens on streams, and in captures, which hold a lock."""
     log, lock = Log(), threading.Lock()
     monkeypatch.setattr(graphs_module, "capture_lock", lambda _: lock)
     graphs._stream = log.stream("side")
@@ -918,27 +1008,51 @@ def test_a_step_runs_and_is_captured_on_the_engines_own_stream(graphs, monkeypat
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", log.graph)
+    yield log
+    assert not lock.locked()
 
+
+def step(log, error=None):
     def run(_):
-        assert lock.locked() == ("begin" in log), "what else allocates or frees memory would meet the capture"
         log.append("run")
-        if error is not None and log.count("run") == {"warm-up": 1, "capture": 2}[fails_in]:
+        if error is not None:
             raise error
         return torch.zeros(1)
 
-    call = partial(graphs._capture, run, (np.zeros(1),), "decode 1")
+    return partial(run)
+
+
+@pytest.mark.parametrize(("error", "result"), [
+    (torch.OutOfMemoryError("no"), None), (RuntimeError("cannot be captured"), None),
+    (KeyboardInterrupt(), KeyboardInterrupt), (None, "a graph"),
+])
+def test_a_step_is_captured_on_the_engines_own_stream(graphs, streams, error, result):
+    """After what the caller's stream has to do, which in turn waits for it, whatever happens there."""
+    call = partial(graphs._capture, step(streams, error), (np.zeros(1),), "decode 1")
     if isinstance(result, type):
         with pytest.raises(result):
             call()
     else:
         assert (call() is None) == (result is None)
-    assert log[:2] == ["side waits for main", "run"]
-    if fails_in != "warm-up":
-        assert log[2:4] == ["begin", "run"]
-    assert log[-1] == "main waits for side"
-    assert log.count("begin") == log.count("end") == (fails_in != "warm-up")
-    assert log.count("destroy") == (fails_in == "capture")
-    assert not lock.locked()
+    destroyed = [] if error is None else ["destroy"]
+    assert streams == ["side waits for main", "begin", "run", "end", *destroyed, "main waits for side"]
+
+
+@pytest.mark.parametrize(("error", "result"), [
+    (torch.OutOfMemoryError("no"), None), (RuntimeError("bad"), RuntimeError), (None, "logits"),
+])
+def test_a_step_without_a_graph_runs_on_that_stream_too(graphs, streams, error, result):
+    """Where memory is short there it runs eagerly from then on; other errors are the caller's."""
+    shape = StepShape("logits", rows=1)
+    call = partial(graphs._run, step(streams, error), Padded(shape, (np.zeros((1, 1)),)))
+    if isinstance(result, type):
+        with pytest.raises(result):
+            call()
+    else:
+        assert (call() is None) == (result is None)
+    assert streams == ["side waits for main", "run", "main waits for side"]
+    assert graphs._captured == ({shape: None} if result is None else {})
+    assert graphs._runs[shape] == (error is None)
 
 
 def test_engines_capture_on_streams_of_their_own(graphs, monkeypatch):
@@ -976,7 +1090,7 @@ def test_a_graph_that_an_error_in_the_end_of_its_capture_left_is_destroyed(graph
     monkeypatch.setattr(torch.cuda, "CUDAGraph", log.graph)
     with pytest.raises(type(error)):
         graphs._record(lambda: torch.zeros(1), (), "decode 1")
-    graphs.drop()
+    graphs.drop("a test")
     assert log == ["begin", "end", "destroy"]
 
 
@@ -1006,10 +1120,10 @@ def test_gpu_mixed_steps_capture_few_graphs_and_make_the_eager_tokens():
     with hf_paged.PagedGenerator(tiny_model().cuda(), num_blocks=200, **options) as generator:
         configs = [GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None) for n in new_tokens]
         captured = 0
-        for again in (False, True):
+        for call in range(4):
             generator.engine.reset_prefix_cache()
             assert [c.token_ids for c in generator.generate(prompts, configs, use_tqdm=False)] == eager
-            if again:
+            if call == 3:  # no shape comes for the first, second or third time
                 assert captured == generator.engine.stats().num_graphs_captured
             captured = generator.engine.stats().num_graphs_captured
     assert 2 <= captured <= 3 + 4
@@ -1079,8 +1193,8 @@ def test_what_a_step_of_rows_alone_reads_is_sent_while_the_step_before_it_runs(s
         assert torch.equal(model.generate(**inputs, logits_processor=[look]), expected)
     finally:
         hf_paged.disable(model)
-    assert seen[0] == (0, 0), "the prompts are computed eagerly here"
-    assert seen[1:] == [(replays + 1, replays) for replays in range(1, 9)]
+    assert seen[:2] == [(0, 0)] * 2, "the prompts are computed eagerly here, and the first rows have no graph"
+    assert seen[2:] == [(replays + 1, replays) for replays in range(1, 8)]
 
 
 @pytest.mark.parametrize("logprobs", [False, True])

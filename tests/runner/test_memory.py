@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support import tiny_model
 
-import hf_paged.engine.engine
 from hf_paged import PagedConfig
+from hf_paged.engine import locked_core
 from hf_paged.models import KVSpec, find_executor
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.loading import load
-from hf_paged.runner import memory
-from hf_paged.runner.device import DevicePool
+from hf_paged.runner import memory, model_runner
 from hf_paged.runner.kv_cache import KVCache
-from hf_paged.runner.memory import rehearse, table_bytes
-from hf_paged.runner.request_state import RequestState, SlotParameters
+from hf_paged.runner.memory import DevicePool, rehearse, table_bytes
+from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.runner.request_state import RequestState
+from hf_paged.sampling.slot_row import SlotRow
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 CONFIG = PagedConfig(max_num_seqs=4, max_num_batched_tokens=64)
@@ -57,11 +60,51 @@ def test_without_the_others_it_has_to_be_said_to_be_a_rehearsal(path):
         rehearse(find_executor(model)(model), CONFIG, 100)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_of_ranks_is_looked_at_dry_and_never_broken_off(path, size, monkeypatch):
+    """The largest one, and then one of each kind that runs without a graph."""
+    made = []
+
+    def compiled_together(run, later=(), *, may_break_off=True):
+        made.append((getattr(run, "func", run).__name__, may_break_off))
+        return run()
+
+    monkeypatch.setattr(memory, "compiled_together", compiled_together)
+    monkeypatch.setattr(model_runner, "compiled_together", compiled_together)
+    group = ParallelGroup(0, size)
+    model = load(path, group, device="cpu")
+    executor = find_executor(model)(model)
+    with group.alone(lambda: None):
+        rehearse(executor, CONFIG, 100)
+        assert made == [("launch", size == 1)]
+        runner = ModelRunner(executor, executor.kv_spec(), block_size=16, num_blocks=40, max_num_seqs=4,
+                             max_model_len=100, max_num_batched_tokens=64, attention_backend="auto")
+        runner.prepare()
+        runner._compiles = True
+        scheduler = Scheduler(SchedulerConfig(block_size=16, num_blocks=40, max_num_seqs=4, max_num_batched_tokens=64,
+                                              max_model_len=100))
+        for name, length in {"one": 9, "two": 40}.items():
+            scheduler.add(Sequence(name, [7] * length, max_new_tokens=4))
+            for _ in range(2):
+                plan = scheduler.schedule()
+                runner.launch(plan, [SlotRow.of(max_length=60)] * len(plan.admitted))
+                scheduler.commit(plan, np.full(len(plan.slots), 7))
+    steps = made[1:]
+    assert set(steps) == {("_eagerly", size == 1)}
+    # Of two ranks: a prompt, a row, a prompt beside a row, and two rows.
+    assert len(steps) == 4
+    made.clear()
+    with group.alone(lambda: None):
+        plan = scheduler.schedule()
+        runner.launch(plan, [])
+    assert len(made) == (size == 1), "a kind whose kernels are there is not looked at again"
+
+
 @pytest.mark.parametrize("field", [{"attention_backend": "flash_attn"}])
 def test_a_config_that_does_not_suit_the_model_is_said_before_anything_runs(path, field):
     """As by the engine, which comes later than a rehearsal."""
     with pytest.raises(ValueError, match=f"{next(iter(field))}=.*: expected"):
-        hf_paged.engine.engine.rehearse(load(path, ParallelGroup(0, 1), device="cpu"), PagedConfig(**field))
+        locked_core.rehearse(load(path, ParallelGroup(0, 1), device="cpu"), PagedConfig(**field))
 
 
 def test_the_pool_is_of_the_caches_dtype_and_not_of_the_weights():
@@ -73,7 +116,7 @@ def test_the_pool_is_of_the_caches_dtype_and_not_of_the_weights():
 
 
 def test_a_pool_on_a_cpu_compiles_nothing_beforehand(path, monkeypatch):
-    monkeypatch.setattr("hf_paged.runner.device.rehearse", lambda *args: pytest.fail("it runs a step"))
+    monkeypatch.setattr("hf_paged.runner.memory.rehearse", lambda *args: pytest.fail("it runs a step"))
     model = load(path, ParallelGroup(0, 1), device="cpu")
     DevicePool(find_executor(model)(model), CONFIG, owns_device=True).rehearse()
 
@@ -85,7 +128,7 @@ def test_tables_of_the_longest_sequences_are_within_the_budget(max_model_len, mo
     spec = KVSpec(36, 32, 8, 128, torch.bfloat16, torch.bfloat16, torch.device("cuda"))
     config = PagedConfig(gpu_memory_utilization=0.5, max_num_seqs=128)
     state = RequestState(config.max_num_seqs, max_model_len, config.block_size, torch.device("cpu"))
-    state.admit([0], [[1]], [[1]], [SlotParameters(max_length=max_model_len)])
+    state.admit([0], [[1]], [[1]], [SlotRow.of(max_length=max_model_len)])
     tables = state.tokens.nbytes + state.block_table.nbytes
     assert table_bytes(config, max_model_len) == tables
     pool = memory._blocks_left(spec, config, max_model_len, total, total, step) * spec.block_bytes(config.block_size)

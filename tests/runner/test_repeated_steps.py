@@ -1,7 +1,7 @@
 """A step comes to the same when it runs more than once: where kernels are missing, after an interrupt, after an update.
 
-`compiled_together` begins a step, leaves it in the middle and repeats it; the first run of a graph is followed by its
-replay; what an interrupt, a failed launch or new weights cut off is computed again.
+`compiled_together` begins a step, leaves it in the middle and repeats it; what an interrupt, a failed launch or new
+weights cut off is computed again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_paged.attention.plan_prompts import RowPrograms
 from hf_paged.attention.triton_backend import TritonBackend
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.features.drafts import Speculation
-from hf_paged.engine.lockstep_throttle import LockstepThrottle
+from hf_paged.engine.features.lockstep import LockstepThrottle
 from hf_paged.runner import model_runner
 from hf_paged.runner.graphs import StepGraphs
 from hf_paged.runner.model_runner import ModelRunner
@@ -96,7 +96,7 @@ def test_the_kinds_of_steps_are_found():
 def model(monkeypatch):
     """Guesses are right and wrong, rows in lockstep always join, and what is shared is always worth a group."""
     monkeypatch.setattr("hf_paged.attention.choose_groups.MIN_SAVED", 0)
-    monkeypatch.setattr("hf_paged.attention.plan_groups.MIN_SAVED_SHARE", 0.0)
+    monkeypatch.setattr("hf_paged.attention.plan_decode.MIN_SAVED_SHARE", 0.0)
     for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0), ("MOST_ELSEWHERE", 9.0)):
         monkeypatch.setattr(plan_prompts, name, value)
     monkeypatch.setattr(plan_prompts, "RowPrograms", lambda tokens, slots, *_: RowPrograms(tokens, slots, 50.0, 1.0))
@@ -185,10 +185,10 @@ def repeat(monkeypatch, with_graphs):
         return work()
 
     if with_graphs:
-        own = StepGraphs._capture
-        monkeypatch.setattr(StepGraphs, "_capture", lambda self, work, inputs, name: own(
-            self, lambda *given: repeated(partial(work, *given)), inputs, name))
+        monkeypatch.setattr(StepGraphs, "_run_compiled", lambda self, work, *_: repeated(work))
     monkeypatch.setattr(ModelRunner, "_compiled", lambda self, work, plan: repeated(work))
+    always = property(lambda self: True, lambda self, compiles: None)
+    monkeypatch.setattr(ModelRunner, "_compiles", always, raising=False)
     return seen
 
 

@@ -17,8 +17,9 @@ from transformers import (
 )
 
 from hf_paged.sampling.edit_reference import Edits
-from hf_paged.sampling.edits import EditState, encode_edits, sample_edited
+from hf_paged.sampling.edits import EditState, sample_edited
 from hf_paged.sampling.sampler import SamplingRows, derive_seed
+from hf_paged.sampling.slot_row import SlotRow
 from hf_paged.sampling.table import SamplingTable
 
 DRAWN = {"do_sample": True, "top_k": 0}
@@ -93,6 +94,11 @@ class Row:
         return processors(torch.tensor([self.tokens]), scores[None].float())[0]
 
 
+def row_of(edits: Edits, prompt_length: int, max_length: int, eos: tuple[int, ...]) -> SlotRow:
+    """A greedy request with these edits, as the device has it."""
+    return SlotRow.of(edits=edits, prompt_length=prompt_length, max_length=max_length, eos_token_ids=eos)
+
+
 class Batch:
     """Rows in shuffled slots of a state; lines of other slots hold what no row may read."""
 
@@ -120,7 +126,7 @@ class Batch:
         self.put()
 
     def put(self) -> None:
-        lines = [encode_edits(row.edits, row.prompt_length, row.max_length, row.eos) for row in self.rows]
+        lines = [row_of(row.edits, row.prompt_length, row.max_length, row.eos) for row in self.rows]
         self.state.put(self.slots.cpu().numpy().astype(np.int64), lines)
 
     @property

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from edit_cases import DRAWN, Batch, Row, random_logits, random_rows
+from edit_cases import DRAWN, Batch, Row, random_logits, random_rows, row_of
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -15,9 +15,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_paged.sampling import edit_lines
 from hf_paged.sampling.edit_lines import SharedLines, encode_tokens
-from hf_paged.sampling.edit_reference import Edits, edited_scores
-from hf_paged.sampling.edit_warpers import cut_off, warped_scores
-from hf_paged.sampling.edits import EditState, encode_edits, sample_edited
+from hf_paged.sampling.edit_reference import Edits, cut_off, edited_scores, warped_scores
+from hf_paged.sampling.edits import EditState, sample_edited
 from hf_paged.sampling.sampler import processed_scores, sample
 
 VOCAB = 30
@@ -154,7 +153,7 @@ def test_tokens_seen_elsewhere_are_penalised_once():
     batch = Batch(rows)
     logits = random_logits(4, 2, VOCAB)
     edits = [Edits(repetition_penalty=1.5, also_seen=(9, 4, 99)), Edits(repetition_penalty=2.0)]
-    lines = [encode_edits(each, length, 10, (1,)) for each, length in zip(edits, (2, 1), strict=True)]
+    lines = [row_of(each, length, 10, (1,)) for each, length in zip(edits, (2, 1), strict=True)]
     batch.state.put(batch.slots.numpy(), lines)
     scores = edited_scores(logits, *batch.arguments[:-1], edits[0].features())
     for number, (padded, penalty) in enumerate([([9, 4, 5, 4], 1.5), ([4], 2.0)]):
@@ -366,19 +365,21 @@ def test_a_slot_forgets_its_former_request():
         assert torch.equal(fresh.slots, batch.slots)
         actual = edited_scores(logits, fresh.sampling, batch.state.table, *batch.arguments[2:-1], features)
         assert same(actual, expected)
-    batch.state.put(batch.slots.numpy(), [encode_edits(Edits(), 1, 9, (1,))] * 24)
+    batch.state.put(batch.slots.numpy(), [row_of(Edits(), 1, 9, (1,))] * 24)
     neutral, table = EditState(len(batch.history) - 1, torch.device("cpu")), batch.state.table
     for mine, theirs in zip([*table[:-2], *table.lines.values()], [*neutral.table[:-2], *neutral.table.lines.values()],
                             strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_equal_settings_share_a_line_and_tables_move_only_to_grow():
+def test_equal_settings_share_a_line_and_tables_move_only_to_grow(monkeypatch):
+    monkeypatch.setattr(edit_lines, "_FIRST_LINES", 1)
+    monkeypatch.setattr(edit_lines, "_FIRST_WIDTH", 1)
     state = EditState(8, torch.device("cpu"))
     words = Edits(bad_words_ids=((1, 2), (3,)))
 
     def put(slots, *edits):
-        state.put(np.array(slots), [encode_edits(each, 1, 9, (1,)) for each in edits])
+        state.put(np.array(slots), [row_of(each, 1, 9, (1,)) for each in edits])
 
     assert state.generation == 0
     put([0, 1, 2], words, words, words)
@@ -395,7 +396,10 @@ def test_equal_settings_share_a_line_and_tables_move_only_to_grow():
     assert state.generation > moved
 
 
-def test_lines_hold_their_settings_through_any_changes():
+@pytest.mark.parametrize("first", [1, 8])
+def test_lines_hold_their_settings_through_any_changes(monkeypatch, first):
+    monkeypatch.setattr(edit_lines, "_FIRST_LINES", first)
+    monkeypatch.setattr(edit_lines, "_FIRST_WIDTH", first)
     lines, g = SharedLines(torch.device("cpu")), np.random.default_rng(1)
     held = {}
     for _ in range(200):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_paged.sampling.token_log_probs import token_log_probs, token_log_probs_reference, token_log_probs_triton
+from hf_paged.sampling.log_probs import token_log_probs, token_log_probs_reference, token_log_probs_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities
 RUNS = [
@@ -62,10 +62,10 @@ def test_no_rows(run, device):
     (lambda c: c | {"logits": c["logits"][0]}, "logits must be"),
     (lambda c: c | {"logits": c["logits"].double()}, "logits must be"),
     (lambda c: c | {"logits": c["logits"].t().contiguous().t()}, "contiguous"),
-    (lambda c: c | {"tokens": c["tokens"].int()}, "tokens must be"),
-    (lambda c: c | {"tokens": c["tokens"][:2]}, "tokens must be"),
-    (lambda c: c | {"out": c["out"].half()}, "out must be"),
-    (lambda c: c | {"out": torch.zeros(6)[::2]}, "out must be"),
+    (lambda c: c | {"tokens": c["tokens"].int()}, "tokens: "),
+    (lambda c: c | {"tokens": c["tokens"][:2]}, "tokens: "),
+    (lambda c: c | {"out": c["out"].half()}, "out: "),
+    (lambda c: c | {"out": torch.zeros(6)[::2]}, "out: "),
 ])
 def test_arguments_that_are_refused(change, message):
     logits, tokens = case(3, 50, torch.float32, "cpu")

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from test_edits import drawn_settings, sequence_rows
 
 from hf_paged.sampling.edits import sample_edited
-from hf_paged.sampling.sampler import SamplingRows, sample
-from hf_paged.sampling.token_log_probs import LOGPROBS
-from hf_paged.sampling.top_log_probs import (
+from hf_paged.sampling.log_probs import (
     FILTERS,
+    LOGPROBS,
     MOST_TOP,
     TOPS,
     shape_of,
@@ -23,6 +22,7 @@ from hf_paged.sampling.top_log_probs import (
     top_processed,
     with_eos_barred,
 )
+from hf_paged.sampling.sampler import SamplingRows, sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 VOCAB = 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hf_paged.scheduler import StepPlan
-from hf_paged.scheduler.prefix_groups import PrefixGroups, shared_by_copies
+from hf_paged.scheduler.prefix_tree import PrefixGroups, shared_by_copies
 
 
 def groups_of(tables: list[list[int]], block_size: int) -> set[tuple[frozenset[int], int, int]]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import invariants
 import numpy as np
 from brute_groups import check_plan
 
-from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status, StepPlan, block_pool, invariants
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status, StepPlan, block_pool
 
 
 def abort(scheduler: Scheduler, request_id: str) -> Sequence | None:

@@ -3,10 +3,11 @@
 Those of the pool alone are tested in test_block_pool.py and test_kv_cache_manager.py.
 """
 
+import invariants
 import pytest
 from fake_model import Driver, abort, config
 
-from hf_paged.scheduler import Sequence, Status, block_pool, invariants
+from hf_paged.scheduler import Sequence, Status, block_pool
 
 both = pytest.mark.parametrize("overlap", [False, True])
 

@@ -1,6 +1,6 @@
 import pytest
 
-from hf_paged.scheduler import BlockPool, FreeQueue, KVBlock, block_pool
+from hf_paged.scheduler import BlockPool, block_pool
 from hf_paged.scheduler.block_pool import ROOT_DIGEST, ROOT_PREFIX_ID
 
 
@@ -27,20 +27,6 @@ def find(pool, contents):
         parent = block.prefix_id
         found.append(block.block_id)
     return found
-
-
-def test_free_queue_keeps_order_and_gives_up_any_member():
-    blocks = [KVBlock(i) for i in range(5)]
-    queue = FreeQueue(blocks)
-    queue.remove(blocks[2])
-    queue.append(blocks[2])
-    queue.remove(blocks[0])
-    queue.appendleft(blocks[0])
-    assert ids(queue) == [0, 1, 3, 4, 2]
-    assert [queue.popleft().block_id for _ in range(5)] == [0, 1, 3, 4, 2]
-    assert len(queue) == 0
-    with pytest.raises(IndexError):
-        queue.popleft()
 
 
 def test_b01_null_block_is_never_allocated_freed_or_counted():

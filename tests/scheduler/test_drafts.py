@@ -6,7 +6,7 @@ from brute_groups import check_groups
 from fake_model import Driver, alone, config
 
 from hf_paged.scheduler import Status
-from hf_paged.scheduler.prefix_groups import PrefixGroups, repeated
+from hf_paged.scheduler.prefix_tree import PrefixGroups, repeated
 
 PROMPT = [3, 1, 4, 1, 5]
 WRONG = 96

@@ -6,6 +6,7 @@ tree is compared with the block tables after every rule.
 
 from __future__ import annotations
 
+import invariants
 import numpy as np
 import pytest
 from brute_groups import check_groups
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hf_paged.scheduler import Sequence, Status, invariants
+from hf_paged.scheduler import Sequence, Status
 from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError
 
 COMMON = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}

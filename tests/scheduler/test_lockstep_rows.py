@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
+import invariants
 import numpy as np
 import pytest
 from brute_groups import check_plan
 from fake_model import Driver, config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_pool
 
-from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, invariants
-from hf_paged.scheduler.invariants import check_pool
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
 from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, blocks_together
 
 SIZE = 4

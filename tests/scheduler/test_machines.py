@@ -3,15 +3,16 @@
 import itertools
 from collections import Counter
 
+import invariants
 import pytest
 from fake_model import Driver, abort, alone, config
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from invariants import check_pool
 
-from hf_paged.scheduler import BlockPool, Status, block_pool, invariants
+from hf_paged.scheduler import BlockPool, Status, block_pool
 from hf_paged.scheduler.block_pool import ROOT_DIGEST, ROOT_PREFIX_ID
-from hf_paged.scheduler.invariants import check_pool
 
 COMMON = {
     "deadline": None,
@@ -233,6 +234,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             abort(self.driver.scheduler, seq.request_id)
 
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data(), n=st.integers(0, 4))
+    def hold_one(self, data, n):
+        """A held sequence gets no slot, and others go on; releasing it is safe whatever became of it."""
+        seq, scheduler = data.draw(st.sampled_from(self.seqs)), self.driver.scheduler
+        scheduler.hold(seq)
+        held = seq.request_id in scheduler._waiting.held
+        assert held == (seq.status is Status.WAITING)
+        self.steps(n)
+        assert not held or (seq.status is Status.WAITING and seq.slot < 0)
+        if data.draw(st.booleans()):
+            scheduler.release(seq)
+            scheduler.release(seq)
+
     @rule()
     def start_over(self):
         self.driver.drain()
@@ -314,6 +329,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.check_findable()
 
     def finish_all(self):
+        for seq in self.seqs:
+            self.driver.scheduler.release(seq)
         self.driver.run()
         self.check_finished()
         assert not self.seqs

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 
+import invariants
 import numpy as np
 import pytest
 from brute_groups import check_groups, check_plan
 from fake_model import Driver, config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_prefix_tree
 
-from hf_paged.scheduler import Sequence, invariants
-from hf_paged.scheduler.invariants import check_prefix_tree
+from hf_paged.scheduler import Sequence
 from hf_paged.scheduler.lockstep_rows import LockstepRows
 from hf_paged.scheduler.prefix_tree import PrefixTree
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged.scheduler.running_table import RunningTable
-from hf_paged.scheduler.sequence import Sequence
+from hf_paged.scheduler.sequence import RunningTable, Sequence
 
 
 def resident_bytes(array: np.ndarray) -> int:

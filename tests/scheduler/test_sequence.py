@@ -2,7 +2,7 @@ import pytest
 from fake_model import Driver, config
 
 from hf_paged.scheduler import Sequence, Status
-from hf_paged.scheduler.waiting_queue import WaitingQueue
+from hf_paged.scheduler.sequence import WaitingQueue
 
 
 def test_bad_arguments_are_refused():
@@ -53,9 +53,25 @@ def test_waiting_queue_orders_by_priority_then_arrival_and_skips_the_finished():
         seq.arrival = i
         queue.push(seq)
     seqs[3].status = Status.FINISHED
-    queue.count_out()
+    queue.count_out(seqs[3])
     assert len(queue) == 3
     assert [queue.pop().request_id for _ in range(3)] == ["1", "0", "2"]
     assert queue.peek() is None
     with pytest.raises(IndexError):
         queue.pop()
+
+
+def test_held_sequences_are_overtaken_until_they_are_released():
+    queue = WaitingQueue()
+    first, second, third = (Sequence(str(i), [1], max_new_tokens=1) for i in range(3))
+    for i, seq in enumerate((first, second, third)):
+        seq.arrival = i
+        queue.push(seq)
+    queue.hold(first)
+    queue.hold(third)
+    assert len(queue) == 3 and set(queue.sequences()) == {first, second, third}
+    assert queue.pop() is second and queue.peek() is None
+    third.status = Status.FINISHED
+    queue.count_out(third)
+    queue.release(first)
+    assert len(queue) == 1 and queue.pop() is first and not queue.held

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from serve_bodies import TEXT
+from serve_support import events_of
 from support import TRAINED_MODEL
 from transformers import AutoTokenizer
 
@@ -29,7 +30,7 @@ def ask(server, stream=False, path=TEXT, **fields):
     body = {**prompt, "stream": stream, "max_tokens": LENGTH, "ignore_eos": True, "logit_bias": NO_MARKS, **fields}
     status, said = server.post(path, json.dumps(body).encode())
     assert status == 200, said
-    return [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: ")] if stream else [said]
+    return events_of(said) if stream else [said]
 
 
 def choices_of(answer):

@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hf_paged.server.fields import CHAT, RESPONSES, TEXT
-
+CHAT, TEXT, RESPONSES = "chat", "text", "responses"  # `endpoint` of the bodies
 VOCAB_SIZE = 896  # of the tiny trained model
 HAS_XGRAMMAR = importlib.util.find_spec("xgrammar") is not None
 MOST_FLOAT, LEAST_FLOAT = 3.4028234663852886e38, 2**-149
@@ -72,6 +71,10 @@ def compiles(kind: str, form: str) -> bool:
     return True
 
 
+def prompt(value: Any) -> bool:
+    return (text(value) or token_list(value)) and len(value) > 0
+
+
 def schema(value: Any) -> bool:
     """An object, or true; or a text of one of them."""
     if isinstance(value, str):
@@ -91,7 +94,9 @@ def texts(value: Any) -> bool:
 # Values that are carried out, or that ask for nothing; all others are refused.
 MEANT: dict[str, Meant | dict[str, Meant]] = {
     "messages": one_of([{"role": "user"}], [{"role": "user", "content": "hi"}]),
-    "prompt": {TEXT: lambda value: text(value) and value != "", RESPONSES: nothing},
+    "prompt": {TEXT: lambda value: prompt(value) or (isinstance(value, list) and value != [] and all(map(prompt,
+                                                                                                      value))),
+               RESPONSES: nothing},
     "suffix": text,
     "input": lambda value: (text(value) and value != "") or value in ([{"role": "user", "content": "hi"}],
                                                                     [{"role": "user"}]),
@@ -163,7 +168,7 @@ MEANT: dict[str, Meant | dict[str, Meant]] = {
     "service_tier": one_of("auto"),
     "prompt_cache_options": one_of({}),
     "prompt_cache_retention": nothing,
-    "echo": one_of(False),
+    "echo": flag,
 }
 
 

@@ -1,10 +1,11 @@
-"""transformers' server in this process, and clients of it."""
+"""A server in this process, and clients of it."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -13,47 +14,48 @@ from contextlib import contextmanager
 import pytest
 
 import hf_paged
-from hf_paged.server import server as serving_module
-from hf_paged.server.server import install_serving
 
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("typer")
 openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+uvicorn = pytest.importorskip("uvicorn")
 
 
 class Server:
-    """transformers' own server in this process, on a free port, with its OpenAI client."""
+    """A server in a thread of this process, on a free port, with OpenAI's client of it."""
 
-    def __init__(self, path, continuous_batching):
-        from transformers.cli.serve import Serve
+    def __init__(self, path, config=None, adapters=None, **options):
+        from hf_paged.server.app import build_app
+        from hf_paged.server.lifetime import OpenAnswers
+        from hf_paged.server.served_model import ServedModel, load_model
 
+        model, processor = load_model(path, device="cpu", dtype="float32", adapters=adapters)
+        self.path, self.model = path, model
+        self.served = ServedModel(model, processor, options.pop("names", None) or [path], config, **options)
+        self.tokenizer = self.served.tokenizer
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.port = port = probe.getsockname()[1]
-        self._serve = Serve(force_model=path, continuous_batching=continuous_batching, device="cpu", dtype="float32",
-                            host="127.0.0.1", port=port, non_blocking=True)
-        self.path = path
-        self.is_continuous = continuous_batching
-        self.model = next(iter(self._serve._model_manager.loaded_models.values())).model
-        self.url = f"http://127.0.0.1:{port}"
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        app = build_app(self.served, OpenAnswers())
+        self._server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="critical"))
+        self._thread = threading.Thread(target=self._server.run, name="uvicorn")
+        self._thread.start()
         deadline = time.monotonic() + 60
-        while not self._serve.server.started:
+        while not self._server.started:
             assert time.monotonic() < deadline
-            time.sleep(0.02)
+            time.sleep(0.01)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
-    @property
-    def cb(self):
-        manager = self._serve._generation_state._cb_manager
-        return manager._cb if manager is not None else None
+    def get(self, path, headers=None):
+        """Status and text of an answer to a GET."""
+        try:
+            with urllib.request.urlopen(urllib.request.Request(f"{self.url}{path}", headers=headers or {})) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
 
     def health(self):
-        try:
-            with urllib.request.urlopen(f"{self.url}/health") as reply:
-                return reply.status
-        except urllib.error.HTTPError as error:
-            return error.code
+        return self.get("/health")[0]
 
     def chat(self, messages, **kwargs):
         return self.client.chat.completions.create(model=self.path, messages=messages, **kwargs)
@@ -82,7 +84,7 @@ class Server:
         return connection
 
     def engine(self):
-        return hf_paged.get_engine(hf_paged.enable(self.model))
+        return hf_paged.get_engine(self.model)
 
     def settles(self, seconds=20):
         """Whether the engine has nothing to do and all its blocks are free, before this time is over."""
@@ -96,26 +98,23 @@ class Server:
 
     def close(self):
         self.client.close()
-        self._serve.kill_server()
-
-
-def uninstall_serving():
-    """Put back what `install_serving` replaced, which lasts as long as a server's process."""
-    while serving_module._replaced:
-        setattr(*serving_module._replaced.pop())
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
 
 
 @contextmanager
-def served(path, continuous_batching, **overrides):
-    """A server with hf_paged installed under it; `overrides`: of `PagedConfig`."""
-    hf_paged.install(**overrides)
-    install_serving()
+def served(path, config=None, **options):
+    """A server of a model; options as of `ServedModel`."""
+    server = Server(path, config, **options)
     try:
-        server = Server(path, continuous_batching)
-        try:
-            yield server
-        finally:
-            server.close()
+        yield server
     finally:
-        uninstall_serving()
-        hf_paged.uninstall()
+        server.close()
+
+
+def events_of(said):
+    """The JSON of a stream's events, which end with `data: [DONE]`."""
+    lines = [line.removeprefix("data: ") for line in said.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from serve_bodies import CHAT, ENDPOINTS, PROMPTS, RESPONSES, TEXT
-from serve_support import served
-from support import tiny_model
-from transformers import AutoModelForCausalLM, GenerationConfig
+from serve_support import events_of, served
+from starlette.datastructures import Headers
+from support import byte_tokenizer, tiny_model
+from transformers import GenerationConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-import hf_paged
-from hf_paged.integration.call_context import salt_of_call
-from hf_paged.integration.continuous_batching import batched_calls
-from hf_paged.integration.stock_pieces import EndOfCall
+from hf_paged.config import PagedConfig
+from hf_paged.integration.paths import CALL_SALT
+from hf_paged.integration.recognise.criteria import EndOfCall
+from hf_paged.integration.recognise.structured import NO_FORM
 from hf_paged.options.arguments import salt_digest
-from hf_paged.server import requests
-from hf_paged.server.calls import GeneratesFor, RefusedRequestError, ServedCall
+from hf_paged.server import app, generation
+from hf_paged.server.errors import RefusedRequestError
+from hf_paged.server.generation import Generation
+from hf_paged.server.lifetime import Exchange
+from hf_paged.server.prompts import Prompt
+from hf_paged.server.protocol import TextBody, read_body
+from hf_paged.server.served_model import ServedModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_paged.FallbackWarning")
 
@@ -32,21 +38,10 @@ ALONE = {"max_new_tokens": 1, "encoder_repetition_penalty": 1.1}  # no request o
 WAYS = {"native": {}, "lockstep": {"encoder_repetition_penalty": 1.1}, "stock": {"max_new_tokens": 100_000}}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["generate", "continuous"])
-def server(request, trained_path):
-    with served(trained_path, request.param) as server:
-        yield server
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["generate", "continuous"])
-def small(request, trained_path):
-    with served(trained_path, request.param, max_model_len=POSITIONS) as server:
-        yield server
-
-
 @pytest.fixture(scope="module")
-def stock(trained_path):
-    return AutoModelForCausalLM.from_pretrained(trained_path, dtype=torch.float32).eval()
+def small(trained_path):
+    with served(trained_path, PagedConfig(max_model_len=POSITIONS)) as server:
+        yield server
 
 
 def body(path, stream=False, **settings):
@@ -74,7 +69,7 @@ def num_checks(monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_client_that_leaves_ends_its_request(server, monkeypatch, num_checks, way, stream):
     """Whoever makes its tokens, and whether they are streamed: a step later no more come, and its blocks are free."""
-    monkeypatch.setattr(requests, "LEAST_ROOM", 10**6)
+    monkeypatch.setattr(generation, "LEAST_ROOM", 10**6)
     path = ENDPOINTS[(list(WAYS).index(way) + stream) % 3]
 
     def progress():  # `stats` would wait for the end of a call in lockstep
@@ -93,8 +88,8 @@ def test_a_client_that_leaves_ends_its_request(server, monkeypatch, num_checks, 
 
 
 def test_a_request_in_line_never_runs_if_its_client_leaves(server, monkeypatch, num_checks):
-    """In the server without continuous batching, and for what it does not carry out, requests wait for each other."""
-    monkeypatch.setattr(requests, "LEAST_ROOM", 10**6)
+    """Requests that the engine does not carry out wait for each other."""
+    monkeypatch.setattr(generation, "LEAST_ROOM", 10**6)
     generate, calls = server.model.generate, []
     server.post(TEXT, body(TEXT, **ALONE))  # the engine is there
     monkeypatch.setattr(server.model, "generate", lambda **kwargs: calls.append(0) or generate(**kwargs))
@@ -108,6 +103,24 @@ def test_a_request_in_line_never_runs_if_its_client_leaves(server, monkeypatch, 
         connection.close()
     assert server.post(TEXT, body(TEXT, **ALONE))[0] == 200
     assert len(calls) == 2  # the first and the last
+
+
+@pytest.mark.parametrize(("path", "reads"), [(TEXT, "text_prompt"), (CHAT, "chat_prompt")])
+def test_a_prompt_that_is_read_stops_no_other_request(server, monkeypatch, path, reads):
+    """A long prompt takes seconds, as does an image that the processor fetches."""
+    read, is_over = getattr(app, reads), threading.Event()
+
+    def slowly(*given):
+        assert is_over.wait(10)
+        return read(*given)
+
+    monkeypatch.setattr(app, reads, slowly)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, path, body(path, **ALONE))
+        time.sleep(0.2)
+        assert server.health() == 200
+        is_over.set()
+        assert answer.result()[0] == 200
 
 
 def test_clients_may_choose_the_same_request_id(server):
@@ -126,18 +139,24 @@ def test_clients_may_choose_the_same_request_id(server):
 
 def test_all_that_runs_for_a_request_runs_under_its_salt(monkeypatch):
     """Also the token that is drawn to find out whether its settings broke the numbers."""
-    model, ids, salts = hf_paged.enable(tiny_model()), torch.tensor([[5] * 40]), []
+    model, salts = tiny_model(), []
+    served_model = ServedModel(model, byte_tokenizer(), ["tiny"])
     generate = model.generate
-    monkeypatch.setattr(model, "generate", lambda **kwargs: salts.append(salt_of_call()) or generate(**kwargs))
+    monkeypatch.setattr(model, "generate", lambda **kwargs: salts.append(CALL_SALT.get()) or generate(**kwargs))
     none_left = GenerationConfig(max_new_tokens=4, do_sample=True, suppress_tokens=list(range(256)), guidance_scale=1.5)
 
     async def refused():
-        call = ServedCall("a tenant")
+        exchange = Exchange(Headers({"X-Cache-Salt": "a tenant"}))
+        body = read_body(TextBody, {"prompt": "x"})
+        one = Generation(served_model, exchange, body, Prompt([5] * 40), none_left, 1, 0, None, NO_FORM, True, "it")
         with pytest.raises(RefusedRequestError, match="probability tensor"):
-            GeneratesFor(model, call).generate(none_left, input_ids=ids, attention_mask=torch.ones_like(ids))
+            async for _ in one.outputs(stream=False):
+                pass
+        return exchange.cache_salt
 
-    asyncio.run(refused())
-    assert salts == [salt_digest("a tenant")] * 2
+    salt = asyncio.run(refused())
+    served_model.close()
+    assert salts == [salt] * 2 and salt == salt_digest("header:a tenant")
 
 
 @pytest.mark.parametrize("stop", [False, True], ids=["plain", "stop"])
@@ -168,7 +187,7 @@ def ask_text(server, prompt, stream=False, **fields):
     if not stream:
         choice = said["choices"][0]
         return choice["text"], choice["finish_reason"], said["usage"]["completion_tokens"]
-    chunks = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: ")]
+    chunks = events_of(said)
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
     return text, chunks[-1]["choices"][0]["finish_reason"], chunks[-1]["usage"]["completion_tokens"]
 
@@ -203,9 +222,7 @@ def test_what_has_no_room_at_all_is_refused(small, trained_tokenizer, stream):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_request_with_much_room_ends_at_the_limit(small, trained_tokenizer, monkeypatch, stream):
     """Where the prompt leaves as much room as the server gives by default, a longer wish ends there, as of length."""
-    if not small.is_continuous:
-        pytest.skip("model.generate goes on in stock")
-    monkeypatch.setattr(requests, "LEAST_ROOM", 8)
+    monkeypatch.setattr(generation, "LEAST_ROOM", 8)
     config = json.dumps({"max_new_tokens": 5000, "eos_token_id": -1})
     text, reason, count = ask_text(small, "count from 3 to 7", stream, generation_config=config)
     assert (reason, count) == ("length", POSITIONS - len(trained_tokenizer("count from 3 to 7")["input_ids"]))
@@ -215,18 +232,16 @@ def test_a_request_with_much_room_ends_at_the_limit(small, trained_tokenizer, mo
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_what_the_engine_refuses_runs_alone(server, monkeypatch, stream):
     """Whatever it is that the engine does not take of one request: the others go on, and it gets its answer."""
-    if not server.is_continuous:
-        pytest.skip("nothing is taken in from a queue")
     expected = ask_text(server, "count from 3 to 7", stream, max_tokens=7)
-    asked, settings_of = [], batched_calls.request_settings
+    asked, spec_of = [], generation.spec_in_room
 
-    def refusing(engine, request):
-        if request.max_new_tokens == 7:
-            asked.append(request)
+    def refusing(engine, config, *others, **fields):
+        if config.max_new_tokens == 7:
+            asked.append(config)
             raise ValueError("no sevens here")
-        return settings_of(engine, request)
+        return spec_of(engine, config, *others, **fields)
 
-    monkeypatch.setattr(batched_calls, "request_settings", refusing)
+    monkeypatch.setattr(generation, "spec_in_room", refusing)
     with ThreadPoolExecutor(4) as pool:
         sevens = pool.map(lambda _: ask_text(server, "count from 3 to 7", stream, max_tokens=7), range(2))
         others = pool.map(lambda _: ask_text(server, "count from 3 to 7", stream, max_tokens=6), range(2))
@@ -236,9 +251,46 @@ def test_what_the_engine_refuses_runs_alone(server, monkeypatch, stream):
     assert server.health() == 200
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 2, "do_sample": True}, {"encoder_repetition_penalty": 1.5}],
+                         ids=["engine", "beams", "stock"])
+def test_a_seed_is_of_its_request_alone(server, settings):
+    """Answers without a seed stay random after one with a seed, and equal the seed of the server where it has one."""
+    config = json.dumps({"max_new_tokens": 24, "eos_token_id": -1, "do_sample": True, "top_k": 0, "temperature": 9.0,
+                         **settings})
+
+    def answers():
+        made = []
+        for _ in range(2):
+            ask_text(server, "count from 3 to 7", False, generation_config=config, seed=5)
+            made.append(ask_text(server, "count from 3 to 7", False, generation_config=config)[0])
+        return made
+
+    first, second = answers()
+    assert first != second
+    server.served.seed = 5
+    try:
+        assert answers() == [ask_text(server, "count from 3 to 7", False, generation_config=config, seed=5)[0]] * 2
+    finally:
+        server.served.seed = None
+
+
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({"max_length": 12}, "length"), ({"max_time": 1e-9, "max_new_tokens": 9}, "length"),
+    ({"max_new_tokens": 9, "eos_token_id": 220}, "stop"), ({"max_new_tokens": 99, "stop_strings": "3"}, "stop"),
+])
+def test_what_generate_ends_has_the_engines_reason(server, settings, expected):
+    """Lengths and times cut an answer by any name, and by defaults; EOS and stop strings end it."""
+    settings = {"eos_token_id": -1, **settings}
+    for more in ({}, {"encoder_repetition_penalty": 1.0001}):
+        config = json.dumps({**settings, **more})
+        found = [ask_text(server, "count from 3 to 7", stream, generation_config=config) for stream in (False, True)]
+        assert [reason for _, reason, _ in found] == [expected] * 2, more
+        assert found[0] == found[1]
+
+
 def test_an_error_of_the_server_stays_one(trained_path, monkeypatch):
     """An exception that no body asked for answers 500, and is not told as the client's."""
-    with served(trained_path, False) as server:
+    with served(trained_path) as server:
         assert server.post(CHAT, body(CHAT, max_new_tokens=1))[0] == 200
 
         def broken(**kwargs):
@@ -246,11 +298,10 @@ def test_an_error_of_the_server_stays_one(trained_path, monkeypatch):
 
         monkeypatch.setattr(server.engine()._core, "step", broken)
         for path in (CHAT, TEXT, RESPONSES):
-            status, said = server.post(path, body(path, max_new_tokens=1))
-            assert status == 500
-            assert "roof" not in said
-        status, said = server.post(TEXT, body(TEXT, True, max_new_tokens=1))
-        assert (status, "error" in said) == (200, True)  # as stock's server tells it
+            for stream in (False, True):
+                status, said = server.post(path, body(path, stream, max_new_tokens=1))
+                assert (status, said["error"]["type"]) == (500, "server_error")
+                assert "roof" not in said["error"]["message"]
 
 
 def test_an_error_of_a_forward_is_not_the_settings(server, monkeypatch):

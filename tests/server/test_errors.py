@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import GenerationConfig
 
-from hf_paged.engine.stop_rules import StopRule
-from hf_paged.options import arguments, logits_options
-from hf_paged.options.settings import settings_from_config
+from hf_paged.engine.features.stop_rules import StopRule
+from hf_paged.options import arguments, settings
+from hf_paged.options.settings import request_spec
 from hf_paged.server.errors import settings_error
 
 BROKEN = object()  # no value of any option
@@ -20,11 +20,11 @@ def raised_by(call):
 
 
 @pytest.mark.parametrize("reads", [
-    lambda: settings_from_config(GenerationConfig(max_new_tokens=1), BROKEN, BROKEN),
-    lambda: logits_options.edits_from_config(BROKEN, (), 10),
+    lambda: request_spec(GenerationConfig(max_new_tokens=1), BROKEN, BROKEN),
+    lambda: settings.edits_from_config(BROKEN, (), 10),
     lambda: arguments.merge_config(BROKEN, BROKEN, {}),
     lambda: StopRule(BROKEN, None, []),
-], ids=["settings", "logits_options", "arguments", "stopping"])
+], ids=["settings", "edits", "arguments", "stopping"])
 def test_what_our_code_raises_while_it_reads_settings_is_their_fault(reads):
     """The client is told why, and the model is not asked whether it is to blame."""
     def model_is_to_blame():

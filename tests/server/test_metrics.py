@@ -10,7 +10,6 @@ import urllib.request
 
 import pytest
 import torch
-from serve_support import served
 from support import tiny_model
 
 import hf_paged
@@ -19,12 +18,6 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 QUESTION = [{"role": "user", "content": "What is the code of red-fox?"}]
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["generate", "continuous"])
-def server(request, trained_path):
-    with served(trained_path, request.param) as server:
-        yield server
 
 
 def get(server, accept=None):
@@ -47,7 +40,7 @@ def sums(server):
 
 
 def test_answered_requests_are_counted_and_named_after_their_model(server):
-    server.chat(QUESTION, max_tokens=3)  # by now the model is loaded and enabled, also where `generate` runs
+    server.chat(QUESTION, max_tokens=3)
     before = sums(server)
     for _ in range(2):
         server.chat(QUESTION, max_tokens=5, temperature=0)
@@ -56,8 +49,7 @@ def test_answered_requests_are_counted_and_named_after_their_model(server):
     assert after["request_success_total"] - before["request_success_total"] == 3
     assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 3
     assert after["generation_tokens_total"] == stats.num_generated_tokens > before["generation_tokens_total"]
-    if server.is_continuous:  # not even the server's first request is missing
-        assert after["request_generation_tokens_sum"] == stats.num_generated_tokens
+    assert after["request_generation_tokens_sum"] == stats.num_generated_tokens  # the first request's, too
     assert f'model_name="{server.path}"' in get(server)[1]
 
 
@@ -94,12 +86,11 @@ def test_a_server_under_load_answers_and_runs_on(server):
 
 
 def test_without_the_package_the_answer_says_what_to_install(monkeypatch):
-    from hf_paged.server import metrics
+    from hf_paged.server import app
 
-    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    monkeypatch.setattr(app, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    served_metrics = metrics.ServedMetrics()
-    served_metrics.watch()
-    answer = served_metrics.answer(None)
+    endpoint = app.metrics_endpoint()
+    answer = endpoint()
     assert answer.status_code == 501 and "hf-paged[metrics]" in json.loads(answer.body)["error"]["message"]
-    assert not asyncio.iscoroutinefunction(served_metrics.answer)  # it waits for steps: not on the event loop
+    assert not asyncio.iscoroutinefunction(endpoint)  # it waits for steps: not on the event loop

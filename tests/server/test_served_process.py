@@ -13,7 +13,7 @@ from served_process import ServerProcess, openai
 pytest.importorskip("fastapi")
 pytest.importorskip("xgrammar", reason="of the extra `structured`")
 
-pytestmark = pytest.mark.slow  # a server in a process of its own; the core tier has that of test_ending.py
+pytestmark = pytest.mark.slow  # a server in a process of its own; the core tier has that of test_lifetime.py
 
 POSITIONS, SECONDS, BYTES = 300, 1.0, 60_000
 
@@ -26,8 +26,8 @@ def saved(trained_path, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(trained_path, saved, tmp_path_factory):
     adapters = [argument for name, path in saved[1].items() for argument in ("--adapter", f"{name}={path}")]
-    limits = [f"max_model_len={POSITIONS}", f"structured_max_seconds={SECONDS}", f"structured_max_bytes={BYTES}"]
-    options = [argument for limit in limits for argument in ("--engine", limit)]
+    options = ["--max-model-len", str(POSITIONS), "--structured-max-seconds", str(SECONDS),
+               "--engine", f"structured_max_bytes={BYTES}", "--served-model-name", trained_path]
     server = ServerProcess(trained_path, "--continuous-batching", *adapters, *options,
                            log=tmp_path_factory.mktemp("server") / "log")
     yield server

@@ -23,6 +23,19 @@ def test_the_text_of_each_occurs_once(tool):
     assert {key: count for key, count in found.items() if count != 1} == {}
 
 
+def test_a_file_with_one_of_them_is_still_python(tool):
+    """A test that fails because a file cannot be read says nothing of the tests."""
+    of = {"hf_paged": tool("package_mutations").PACKAGE_MUTATIONS, "hf_paged/scheduler": tool("mutations").MUTATIONS}
+    broken = []
+    for package, mutations in of.items():
+        for m in mutations:
+            try:
+                ast.parse((ROOT / package / m.file).read_text().replace(m.old, m.new, 1))
+            except SyntaxError as error:
+                broken.append((m.file, m.old, error.msg))
+    assert broken == []
+
+
 def test_the_tests_of_each_are_there(tool):
     files = {m.test_file for m in tool("package_mutations").PACKAGE_MUTATIONS}
     assert [name for name in files if not (ROOT / "tests" / name).exists()] == []

@@ -20,8 +20,8 @@ import numpy as np
 from hf_paged.engine.session import LastOutput, Request
 from hf_paged.runner.model_runner import StepHandle
 from hf_paged.runner.prompt_scores import Wanted
-from hf_paged.scheduler import StepPlan
-from hf_paged.scheduler.drafts import NO_DRAFTS, Drafts
+from hf_paged.scheduler import Scheduler, StepPlan
+from hf_paged.scheduler.plan import NO_DRAFTS, Drafts
 
 if TYPE_CHECKING:
     from hf_paged.engine.features.grammars import PendingMasks
@@ -42,7 +42,6 @@ class CommittedStep:
 
     @cached_property
     def token_list(self) -> list[int]:
-        """The tokens as Python ints."""
         found: list[int] = self.tokens.tolist()
         return found
 
@@ -68,8 +67,7 @@ class StepFeature:
         cls.hooks = frozenset(name for name in HOOKS if getattr(cls, name) is not getattr(StepFeature, name))
 
     def of_row(self, plan: StepPlan, row: int) -> Request | None:
-        """Return the unfinished request of a row if it uses the feature, else None (also for a request that got the
-        id of an ended one)."""
+        """Return the unfinished request of a row if it uses the feature, else None; one that got its id is another."""
         sequence = plan.sequences[row]
         request = self.requests.get(sequence.request_id)
         return request if request is not None and request.sequence is sequence else None
@@ -84,8 +82,7 @@ class StepFeature:
         """Set the request up in its caller's thread before it is queued; an exception is raised to the caller."""
 
     def start_over(self, request: Request, made: list[int]) -> bool | None:
-        """Set the request up to continue the output ``made``, of an earlier request or before an interrupt. Returns
-        True if the request ends there."""
+        """Set the request up to continue the earlier output ``made``; returns True if the request ends there."""
 
     def started(self, request: Request) -> None:
         """Handle a request that got its slot, for the first time or again."""
@@ -104,12 +101,14 @@ class StepFeature:
         return False
 
     def prepared(self) -> None:
-        """Handle a runner that was prepared for the model as it is now. Called also while no request uses the feature.
-        """
+        """Handle a runner that was prepared for the model as it is now; called also if no request uses the feature."""
 
     def unfit(self, requests: Iterable[Request]) -> list[tuple[Request, str]]:
         """Return the requests that cannot run on the model as it is now, each with its error message."""
         return []
+
+    def hold(self, scheduler: Scheduler) -> None:
+        """Hold waiting requests out of the next step's plan, or release them."""
 
     def drafts(self, num_running: int, device_type: str) -> Drafts:
         """Return guesses of the next tokens by slot; rows of the next step check them."""
@@ -156,12 +155,10 @@ class StepFeature:
         """Add fields to a request's last output."""
 
     def lose_steps(self) -> None:
-        """Drop the state of launched steps, which are lost after an interrupt or with the pool. Called also while no
-        request uses the feature."""
+        """Drop the state of launched steps, which were lost; called also if no request uses the feature."""
 
     def forget(self) -> None:
-        """Drop what is kept of earlier requests, when the prefix cache is emptied. Called also while no request uses
-        the feature."""
+        """Drop what is kept of earlier requests, with the prefix cache; called also if no request uses the feature."""
 
 
 HOOKS = [name for name, value in vars(StepFeature).items() if isfunction(value) and not name.startswith("_")]

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from hf_paged.engine.features import StepFeature
 from hf_paged.engine.session import Request
 from hf_paged.models import ModelExecutor
-from hf_paged.models.tuners import AdapterCounts
 
 
 class Adapters(StepFeature):
@@ -20,26 +19,29 @@ class Adapters(StepFeature):
     def __init__(self, executor: ModelExecutor) -> None:
         super().__init__()
         self._executor = executor
-        self._counts = AdapterCounts(())  # as of the last `prepared`
+        self._structure = 0  # number of the model's structure (`ModelWatch`) when it was last compared
 
     def uses(self, request: Request) -> bool:
-        return request.settings.adapter_name is not None
+        return request.spec.adapter_name is not None
 
     def model_may_differ(self) -> bool:
-        if self._counts.hold():
+        watch = self._executor.watch
+        if (structure := watch.step_structure(self._executor.model)) == self._structure:
             return False
-        self._executor.compare_again()
+        self._structure = structure
+        watch.compare_again()
         return True
 
     def prepared(self) -> None:
-        self._counts = self._executor.adapter_counts()
+        executor = self._executor
+        self._structure = executor.watch.step_structure(executor.model) if executor.adapter_names else 0
 
     def unfit(self, requests: Iterable[Request]) -> list[tuple[Request, str]]:
-        named = [(request, name) for request in requests if (name := request.settings.adapter_name) is not None]
+        named = [(request, name) for request in requests if (name := request.spec.adapter_name) is not None]
         errors = self.errors(name for _, name in named)
         return [(request, errors[name]) for request, name in named if name in errors]
 
     def errors(self, names: Iterable[str | None]) -> dict[str, str]:
         """Return an error message by name for each of these adapters that rows cannot use on the model as it is now."""
-        reasons = {name: self._executor.adapter_reason(name) for name in dict.fromkeys(names) if name is not None}
+        reasons = {name: self._executor.why_not_adapter(name) for name in dict.fromkeys(names) if name is not None}
         return {name: f"adapter_name={name!r}: {reason.with_remedy}" for name, reason in reasons.items() if reason}

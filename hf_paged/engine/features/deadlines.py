@@ -23,11 +23,11 @@ class Deadlines(StepFeature):
         self._next = math.inf  # not later than the first deadline, by `time.monotonic`
 
     def uses(self, request: Request) -> bool:
-        return request.settings.timeout is not None
+        return request.spec.timeout is not None
 
     def admit(self, request: Request) -> None:
-        assert request.settings.timeout is not None
-        request.deadline = request.queued + request.settings.timeout
+        assert request.spec.timeout is not None
+        request.deadline = request.queued + request.spec.timeout
         self._next = min(self._next, request.deadline)
 
     def due(self) -> list[Request]:

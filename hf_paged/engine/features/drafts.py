@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_paged.engine.features import StepFeature
+from hf_paged.engine.features.token_index import NGRAM, Match, TokenIndex
 from hf_paged.engine.session import Request
-from hf_paged.engine.token_index import NGRAM, Match, TokenIndex
 from hf_paged.scheduler import Status
-from hf_paged.scheduler.drafts import MOST_GUESSING_ROWS, NO_DRAFTS, Drafts
+from hf_paged.scheduler.plan import MOST_GUESSING_ROWS, NO_DRAFTS, Drafts
 
 # Guesses of a request in one step: with its known token they are a step of 8 rows, for which there is a graph.
 MOST_DRAFTS = 7
@@ -108,7 +108,9 @@ class Drafter:
                 was_copied = match.common + count >= _COPIED
                 self._match = index.look_up(text) or (following if was_copied else None)
             if not is_right or self._in_run == self._most or self._match is None:
-                self._end_run()
+                self.gain += (self._num_right - self.gain) * _OF_LAST_RUN
+                self._is_on = self.gain >= (_GAIN_OFF if self._is_on else _GAIN_ON)
+                self._in_run = self._num_right = 0
         self.num_seen += len(tokens)
 
     def guesses(self, most: int, least_chance: float) -> list[int]:
@@ -122,11 +124,6 @@ class Drafter:
     def chance(self) -> float:
         """The chance of a guess to be right if the guesses before it are: that of geometric runs of mean `gain`."""
         return self.gain / (1.0 + self.gain)
-
-    def _end_run(self) -> None:
-        self.gain += (self._num_right - self.gain) * _OF_LAST_RUN
-        self._is_on = self.gain >= (_GAIN_OFF if self._is_on else _GAIN_ON)
-        self._in_run = self._num_right = 0
 
 
 class Rollouts:
@@ -190,11 +187,11 @@ class Speculation(StepFeature):
 
     def uses(self, request: Request) -> bool:
         # No guesses under a grammar, whose masks are made for one next token a step.
-        settings = request.settings
-        return bool(self._is_on and settings.draft_tokens and request.grammar is None and settings.structured is None)
+        spec = request.spec
+        return bool(self._is_on and spec.draft_tokens and request.grammar is None and spec.structured is None)
 
     def admit(self, request: Request) -> None:
-        request.draft_tokens = request.settings.draft_tokens
+        request.draft_tokens = request.spec.draft_tokens
 
     def started(self, request: Request) -> None:
         self._running[request.request_id] = request
@@ -222,34 +219,25 @@ class Speculation(StepFeature):
         gain, lost = 0.0, rate * costs.waiting
         for request in list(self._running.values()):
             guesses = self.attempt(request, self._guesses, request, most, rate * costs.row)
-            if guesses is not None and guesses.tokens:
-                found[request.sequence.slot] = guesses.tokens
-                lost += rate * costs.row * len(guesses.tokens)
-                gain += sum([guesses.chance ** (i + 1) for i in range(len(guesses.tokens))])
+            if guesses:
+                found[request.sequence.slot] = guesses
+                lost += rate * costs.row * len(guesses)
+                chance = self._drafters[request.request_id].chance
+                gain += sum([chance ** (i + 1) for i in range(len(guesses))])
         return found if gain > lost else NO_DRAFTS
 
-    def _guesses(self, request: Request, most: int, least_chance: float) -> Guesses | None:
-        """Return the guesses of one request; None if the request has no new token to guess behind."""
+    def _guesses(self, request: Request, most: int, least_chance: float) -> list[int]:
+        """Return the guesses of one request; none if the request has no new token to guess behind."""
         sequence = request.sequence
         if sequence.status is not Status.RUNNING:
-            return None
+            return []
         drafter = self._drafters.get(request.request_id)
         if drafter is None:
-            drafter = self._drafters[request.request_id] = self._drafter_of(request)
+            prompt, output = sequence.prompt_token_ids, sequence.output_token_ids
+            index, tail = self._rollouts.index_of(prompt, sequence.cache_salt), prompt[-max(_TAIL, NGRAM) :]
+            drafter = Drafter(index, tail + output, len(output), request.draft_tokens)
+            self._drafters[request.request_id] = drafter
         drafter.push(sequence.output_from(drafter.num_seen))
         if not 0 < drafter.num_seen == sequence.num_output_tokens:
-            return None  # the prompt is being computed, or the request started over and regenerates its output
-        return Guesses(drafter.guesses(most, least_chance), drafter.chance)
-
-    def _drafter_of(self, request: Request) -> Drafter:
-        sequence = request.sequence
-        prompt, output = sequence.prompt_token_ids, sequence.output_token_ids
-        index = self._rollouts.index_of(prompt, sequence.cache_salt)
-        return Drafter(index, prompt[-max(_TAIL, NGRAM) :] + output, len(output), request.draft_tokens)
-
-
-class Guesses(NamedTuple):
-    """Guesses of a request, and the chance of each guess to be right if the guesses before it are."""
-
-    tokens: list[int]
-    chance: float
+            return []  # the prompt is being computed, or the request started over and regenerates its output
+        return drafter.guesses(most, least_chance)

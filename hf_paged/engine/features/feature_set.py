@@ -1,4 +1,4 @@
-"""All features of one engine: which of them running requests use, and the one place where their hooks are called."""
+"""All features of one engine: which of them running requests use, and the calls of their hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_paged.engine.features import HOOKS, CommittedStep, StepFeature
 from hf_paged.engine.session import Request
 from hf_paged.runner.prompt_scores import NOTHING, Wanted
 from hf_paged.scheduler import StepPlan
-from hf_paged.scheduler.drafts import NO_DRAFTS, Drafts, confirmed
+from hf_paged.scheduler.plan import NO_DRAFTS, Drafts, confirmed
 
 
 class FeatureSet:
@@ -43,8 +43,7 @@ class FeatureSet:
         return next(feature for feature in self._all if isinstance(feature, kind))
 
     def attempt(self, request: Request, action: Callable[..., Any], *args: Any) -> Any:
-        """Call ``action`` for one request, and return its result. If it raises, the request ends with the error, no
-        other request does, and None is returned."""
+        """Return what ``action`` for one request returns; None if it raises, which ends that request alone."""
         try:
             return action(*args)
         except Exception as error:
@@ -75,8 +74,7 @@ class FeatureSet:
         self._activate()
 
     def keep(self, requests: Iterable[Request]) -> None:
-        """Keep these requests, and remove all others. Repairs the tables here after an interrupt in `add` or `remove`.
-        """
+        """Keep these requests, and remove all others, which repairs what an interrupt in `add` or `remove` left."""
         kept = {id(request): request for request in requests}
         for feature in self._all:
             for request in [one for one in feature.requests.values() if id(one) not in kept]:
@@ -92,8 +90,7 @@ class FeatureSet:
 
     @staticmethod
     def start_over(request: Request, made: list[int]) -> bool:
-        """Set a request up to continue this output; returns True if the request ends there. An exception of a feature
-        is raised: the caller ends the request with it."""
+        """Set a request up to continue this output; returns True if it ends there. Raises what a feature raises."""
         ends = False
         for feature in reversed(request.features):
             if "start_over" in feature.hooks:
@@ -107,18 +104,6 @@ class FeatureSet:
                 self.attempt(request, feature.started, request)
 
     # -- before a launch --------------------------------------------------------------------------------------------
-
-    def due(self) -> list[Request]:
-        """Return the requests whose deadline has passed."""
-        return [request for feature in self.having["due"] for request in feature.due()]
-
-    def model_may_differ(self) -> bool:
-        """Return whether a feature's part of the model changed, so that the model has to be compared."""
-        return any(feature.model_may_differ() for feature in self.having["model_may_differ"])
-
-    def unfit(self, requests: list[Request]) -> list[tuple[Request, str]]:
-        """Return the requests that cannot run on the model as it is now, each with its error message."""
-        return [found for feature in self.having["unfit"] for found in feature.unfit(requests)]
 
     def drafts(self, num_running: int, device_type: str) -> Drafts:
         """Return guesses of the next tokens by slot, of the first feature that has any."""
@@ -168,23 +153,11 @@ class FeatureSet:
             for request in list(feature.requests.values()):
                 self.attempt(request, feature.weights_changed, request, version)
 
-    def prepared(self) -> None:
-        """Call `prepared` of all features, after the runner was prepared for the model as it is now."""
+    def call(self, hook: str) -> None:
+        """Call a hook without arguments of all features, also of those that no request uses."""
         for feature in self._all:
-            if "prepared" in feature.hooks:
-                feature.prepared()
-
-    def lose_steps(self) -> None:
-        """Call `lose_steps` of all features, after launched steps were lost."""
-        for feature in self._all:
-            if "lose_steps" in feature.hooks:
-                feature.lose_steps()
-
-    def forget(self) -> None:
-        """Call `forget` of all features, when the prefix cache is emptied."""
-        for feature in self._all:
-            if "forget" in feature.hooks:
-                feature.forget()
+            if hook in feature.hooks:
+                getattr(feature, hook)()
 
 
 def _by_hook(features: tuple[StepFeature, ...]) -> dict[str, tuple[StepFeature, ...]]:

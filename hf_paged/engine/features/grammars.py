@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from hf_paged.engine.features import CommittedStep, StepFeature
-from hf_paged.engine.grammars import Grammars
-from hf_paged.engine.mask_maker import MaskMaker
-from hf_paged.engine.matchers import Matcher
 from hf_paged.engine.session import NAN_ERROR, LastOutput, Request
+from hf_paged.engine.structured.grammars import Grammars
+from hf_paged.engine.structured.mask_maker import MaskMaker
+from hf_paged.engine.structured.matchers import Matcher
 from hf_paged.sampling.token_mask import HostMasks
 from hf_paged.scheduler import StepPlan
 
@@ -42,12 +42,12 @@ class StructuredOutput(StepFeature):
         self._masks: MaskMaker | None = None
 
     def uses(self, request: Request) -> bool:
-        return request.grammar is not None or request.settings.structured is not None
+        return request.grammar is not None or request.spec.structured is not None
 
     def admit(self, request: Request) -> None:
         if request.grammar is None:
-            assert request.settings.structured is not None
-            request.grammar = self._grammars.compile(request.settings.structured, self._tokenizer())
+            assert request.spec.structured is not None
+            request.grammar = self._grammars.compile(request.spec.structured, self._tokenizer())
         request.matcher = request.grammar.matcher(request.sequence.eos_token_ids)
 
     def start_over(self, request: Request, made: list[int]) -> bool:
@@ -127,10 +127,7 @@ class PendingMasks:
         for index, row in enumerate(self._rows):
             request = request_of(plan, row)
             if request is not None and request.grammar is not None:
-                try:
-                    self._matchers[index] = _open_matcher(request)
-                except Exception as error:
-                    attempt(request, _raise, error)
+                self._matchers[index] = attempt(request, _open_matcher, request)
         self._end: Callable[[], HostMasks | None] = lambda: None
         if any(self._matchers):
             try:
@@ -165,7 +162,3 @@ def _open_matcher(request: Request) -> Matcher | None:
     """Return the matcher that restricts the request's next token, or None."""
     is_lost = request.speculative_accept is not None and request.speculative_accept is not True
     return None if request.matcher is None or is_lost or request.matcher.is_over else request.matcher
-
-
-def _raise(error: Exception) -> None:
-    raise error

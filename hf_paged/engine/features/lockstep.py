@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from hf_paged.engine.features.adapters import Adapters
 from hf_paged.engine.lockstep import BlockShortage, LockstepBatch
-from hf_paged.engine.lockstep_throttle import LockstepThrottle
-from hf_paged.engine.session import Request
 from hf_paged.scheduler import StepPlan
 from hf_paged.scheduler.lockstep_rows import OutOfBlocksError
 
 # Rows whose next tokens a step computes in front of the scheduler's rows, and the plan of them.
 Joined = list[tuple[LockstepBatch, StepPlan]]
+# A step of requests alone reduces the debt (the extra time of a joined step) by this fraction of its own time.
+_PAID = 0.4
+_MEMORY = 0.8  # weight of earlier joined steps in the running mean of their time
+_FORGOTTEN = 1.01  # growth per step of the shortest time of a step alone, so that it follows longer sequences
 
 
-class Loop(Protocol):
-    """The part of the engine's loop that `JoiningRows` uses."""
+class LockstepThrottle:
+    """Times of steps with and without joining rows, and the debt to the requests.
 
-    requests: Mapping[str, Request]
+    A step with many rows takes longer than one with few. If every other step had lockstep rows, a single request would
+    wait for them most of its time. So the extra time of a step with joining rows is paid off by steps without them.
+    """
 
-    def model_changed(self) -> bool: ...
-    def recover_if_dirty(self) -> None: ...
-    def commit_in_flight(self) -> bool: ...
+    def __init__(self) -> None:
+        self._alone: float | None = None
+        self._joined: float | None = None
+        self._debt = 0.0
+
+    def may_join(self) -> bool:
+        """Return whether rows may join the next step of requests."""
+        return self._debt <= 0.0
+
+    def took(self, seconds: float, *, joined: bool) -> None:
+        """Note the time of a step in which all requests decoded, with or without joined rows."""
+        if joined:
+            self._joined = seconds if self._joined is None else _MEMORY * self._joined + (1.0 - _MEMORY) * seconds
+            if self._alone is not None:
+                self._debt = max(0.0, self._joined - self._alone)
+        else:
+            self._alone = seconds if self._alone is None else min(seconds, _FORGOTTEN * self._alone)
+            self._debt -= _PAID * self._alone
+
+    def rest(self) -> None:
+        """Clear the debt, since no request decodes."""
+        self._debt = 0.0
 
 
 class JoiningRows:
@@ -36,7 +59,7 @@ class JoiningRows:
     raised to the caller of that batch, and affects no other caller.
 
     Args:
-        core: the engine's loop.
+        core: the engine's loop (`EngineCore`, which imports this module).
         batches: all open lockstep calls; the engine adds and removes them.
         adapters: knows which adapters rows cannot use.
 
@@ -44,7 +67,7 @@ class JoiningRows:
         logits: [N, V], logits of the rows that joined the last step.
     """
 
-    def __init__(self, core: Loop, batches: list[LockstepBatch], adapters: Adapters) -> None:
+    def __init__(self, core: Any, batches: list[LockstepBatch], adapters: Adapters) -> None:
         self._core, self.batches, self._adapters = core, batches, adapters
         self.logits: torch.Tensor | None = None
         self._pace = LockstepThrottle()
@@ -158,8 +181,7 @@ class JoiningRows:
             batch.lose()
 
     def note_pace(self, plan: StepPlan | None, *, joined: bool, overlapped: bool, seconds: float) -> None:
-        """Give the time of a step to the throttle. With overlap the time is that of the step before, whose tokens this
-        step waited for."""
+        """Give the time of a step to the throttle; with overlap it is that of the step before, for which it waited."""
         if plan is None:
             self._pace.rest()
         decodes = plan is not None and plan.num_decode_rows == len(plan.slots)

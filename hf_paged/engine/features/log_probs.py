@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from hf_paged.engine.features import CommittedStep, StepFeature
-from hf_paged.engine.session import LastOutput, Request, TopAsked
+from hf_paged.engine.session import LastOutput, Likeliest, Request
+from hf_paged.options.prompts import known_logprobs, known_top_logprobs
 from hf_paged.runner.prompt_scores import PromptSpan, Wanted
-from hf_paged.sampling.token_log_probs import RAW
-from hf_paged.sampling.top_log_probs import TOPS, top_name
+from hf_paged.sampling.log_probs import RAW, TOPS, top_name
 from hf_paged.scheduler import StepPlan
 
 
@@ -22,17 +22,17 @@ class LogProbs(StepFeature):
         self._lists: tuple[CommittedStep | None, dict[str, Any]] = None, {}  # a step, and its converted values by name
 
     def uses(self, request: Request) -> bool:
-        return request.settings.logprobs is not None or request.settings.prompt_logprobs
+        return request.spec.logprobs is not None or request.spec.prompt_logprobs
 
     def admit(self, request: Request) -> None:
-        settings, length, made = request.settings, request.sequence.num_prompt_tokens, request.made
-        request.logprobs_kind, request.top = settings.logprobs, _top_of(settings.logprobs, settings.top_logprobs)
-        request.prompt_top = _top_of(RAW, settings.prompt_top_logprobs)
-        if settings.logprobs:
-            request.logprobs = [] if made is None else made.known_logprobs()
-        if made is not None:
-            request.top_logprobs = made.known_top_logprobs()
-        if settings.prompt_logprobs:
+        spec, length, previous = request.spec, request.sequence.num_prompt_tokens, request.spec.previous
+        request.logprobs_kind, request.top = spec.logprobs, _top_of(spec.logprobs, spec.top_logprobs)
+        request.prompt_top = _top_of(RAW, spec.prompt_top_logprobs)
+        if spec.logprobs:
+            request.logprobs = [] if previous is None else known_logprobs(previous)
+        if previous is not None:
+            request.top_logprobs = known_top_logprobs(previous)
+        if spec.prompt_logprobs:
             request.prompt_logprobs = [None] * length
         if request.prompt_top is not None:
             request.prompt_top_logprobs = [None] * length
@@ -144,6 +144,6 @@ def _awaits_prompt(request: Request) -> bool:
     return scores is not None and len(scores) > 1 and scores[-1] is None
 
 
-def _top_of(kind: str | None, count: int | None) -> TopAsked | None:
+def _top_of(kind: str | None, count: int | None) -> Likeliest | None:
     """Return the likeliest tokens that a request reports for a kind of `LOGPROBS`, or None."""
-    return None if kind is None or count is None else TopAsked(top_name(kind, count), count)
+    return None if kind is None or count is None else Likeliest(top_name(kind, count), count)

@@ -8,7 +8,7 @@ from typing import Any
 from hf_paged.engine.features import CommittedStep, StepFeature
 from hf_paged.engine.session import LastOutput, Request
 from hf_paged.engine.text import PLAIN_ENDING, StopPolicy
-from hf_paged.options.settings import RequestSettings
+from hf_paged.options.request_spec import RequestSpec
 
 
 class Text(StepFeature):
@@ -23,13 +23,14 @@ class Text(StepFeature):
         self._tokenizer = tokenizer
 
     def uses(self, request: Request) -> bool:
-        return request.session.text or not _is_plain(request.settings)
+        return request.session.text or not _is_plain(request.spec)
 
     def admit(self, request: Request) -> None:
-        settings, tokenizer = request.settings, self._tokenizer()
-        if not _is_plain(settings):
-            own = tuple([token for token in settings.stop_token_ids if token not in settings.eos_token_ids])
-            request.ending = StopPolicy(settings.stop_strings, own, settings.keeps_stop, settings.skips_special)
+        spec, tokenizer = request.spec, self._tokenizer()
+        if not _is_plain(spec):
+            own = tuple([token for token in spec.stop_token_ids if token not in spec.eos_token_ids])
+            request.ending = StopPolicy(spec.stop_strings, own, spec.include_stop_str_in_output,
+                                        spec.skip_special_tokens)
         if request.session.text and request.session.stream and tokenizer is not None:
             request.text = request.ending.stream(tokenizer)
 
@@ -53,7 +54,7 @@ class Text(StepFeature):
             last.reason, last.completion["stop_reason"] = ending.reason(last.reason, last.token_ids, tokenizer)
 
 
-def _is_plain(settings: RequestSettings) -> bool:
-    """Return whether the settings of a request's text are those of `PLAIN_ENDING`."""
-    return (not settings.stop_strings and not settings.stop_token_ids and settings.keeps_stop
-            and settings.skips_special)
+def _is_plain(spec: RequestSpec) -> bool:
+    """Return whether a request's text ends as by `PLAIN_ENDING`."""
+    return (not spec.stop_strings and not spec.stop_token_ids and spec.include_stop_str_in_output
+            and spec.skip_special_tokens)

@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_paged.engine.features import CommittedStep, StepFeature
 from hf_paged.engine.session import LastOutput, Request
+from hf_paged.options.prompts import known_versions
 from hf_paged.outputs import VersionRun, first_of, last_of
 
 
@@ -27,8 +28,8 @@ class Versions(StepFeature):
         return True
 
     def admit(self, request: Request) -> None:
-        if request.made is not None:
-            request.version_runs = request.made.known_versions()
+        if request.spec.previous is not None:
+            request.version_runs = known_versions(request.spec.previous)
 
     def start_over(self, request: Request, made: list[int]) -> None:
         request.version_runs = first_of(request.version_runs, len(made))

@@ -1,4 +1,4 @@
-"""The state that a continuous batching manager and its thread share: open requests, and outputs not fetched yet."""
+"""The state that a continuous batching manager and its thread share, and the manager's requests in that thread."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from collections.abc import Callable, Iterable
 
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_paged.integration.continuous_batching.requests import BatchedRequest, failed_output
+from hf_paged.engine.driver import EngineThread, OutputSink
+from hf_paged.integration.continuous_batching.requests import BatchedRequest, failed_output, spec_of
+from hf_paged.options.request_spec import RequestSpec
+from hf_paged.outputs import StepOutput
 
 logger = logging.getLogger(__name__)
 
 QUEUE_TIMEOUT_S = 10.0
+BROKE = "the engine broke while this request ran: "
+_NO_ROOM = "stopped after {} new tokens: the model or the KV pool has no room for more"
+_DISABLED = "the model was disabled, or enabled anew, while this request ran"
 
 
 class RequestBoard:
-    """The open requests of one manager: new, running and cancelled ones. Thread-safe.
+    """The open requests of one manager (new, running and cancelled ones), and outputs not fetched yet. Thread-safe.
 
     Args:
         changed: returns the condition whose lock guards the board, and which is notified of every change.
@@ -28,13 +34,13 @@ class RequestBoard:
 
     def __init__(self, changed: Callable[[], threading.Condition]) -> None:
         self._changed = changed
-        self.outputs = OutputBox(changed)
         self.open: dict[str, BatchedRequest] = {}  # every request that is neither finished nor cancelled
         self._arrivals: list[BatchedRequest] = []
         self._cancelled: list[BatchedRequest] = []
+        self._waiting: deque[GenerationOutput] = deque()
+        self._handlers: dict[str, tuple[Callable, asyncio.AbstractEventLoop]] = {}
 
     def check_ids(self, requests: list[BatchedRequest]) -> None:
-        """Raise ValueError for an id that an open request has."""
         for request in requests:
             if request.request_id in self.open:
                 raise ValueError(f"request_id={request.request_id!r}: expected an id that is not in use")
@@ -59,11 +65,12 @@ class RequestBoard:
                 if request is not None:
                     request.is_cancelled = True
                     self._cancelled.append(request)
-                    self.outputs.forget(key)
+                    self._handlers.pop(key, None)
+                    self._waiting = deque(output for output in self._waiting if output.request_id != key)
             self._changed().notify_all()
 
     def take_changes(self) -> tuple[list[BatchedRequest], list[BatchedRequest]]:
-        """Return the requests that were added and the requests that were cancelled since the last call."""
+        """Return the requests that were added, and those that were cancelled, since the last call."""
         with self._changed():
             arrivals = [request for request in self._arrivals if not request.is_cancelled]
             cancelled, self._cancelled = self._cancelled, []
@@ -72,52 +79,36 @@ class RequestBoard:
         return arrivals, cancelled
 
     def deliver(self, outputs: list[tuple[BatchedRequest, GenerationOutput]]) -> None:
-        """Hand over outputs, except of cancelled requests, and close finished requests."""
-        with self._changed():
-            kept = [output for request, output in outputs if self.open.get(request.request_id) is request]
-            for output in kept:
-                if output.is_finished():
-                    del self.open[output.request_id]
-            self.outputs.deliver(kept)
-
-    def fail(self, requests: Iterable[BatchedRequest], error: str) -> None:
-        """Hand over failed outputs of requests, except of cancelled ones."""
-        self.deliver([(request, failed_output(request, error)) for request in requests])
-
-    def fail_all(self, error: str) -> None:
-        """Fail every open request."""
-        with self._changed():
-            self.fail(list(self.open.values()), error)
-            self._arrivals.clear()
-            self._cancelled.clear()
-
-
-class OutputBox:
-    """The outputs of one manager in order. Thread-safe; `changed` as for `RequestBoard`."""
-
-    def __init__(self, changed: Callable[[], threading.Condition]) -> None:
-        self._changed = changed
-        self._waiting: deque[GenerationOutput] = deque()
-        self._handlers: dict[str, tuple[Callable, asyncio.AbstractEventLoop]] = {}
-
-    def deliver(self, outputs: Iterable[GenerationOutput]) -> None:
-        """Hand each output to the handler of its request, or keep it for `take`."""
+        """Hand each output to the handler of its request, or keep it for `take`; not those of cancelled requests."""
         calls: dict[asyncio.AbstractEventLoop, list[tuple[Callable, GenerationOutput]]] = {}
         with self._changed():
-            for output in outputs:
+            for request, output in outputs:
+                if self.open.get(request.request_id) is not request:
+                    continue
                 handler = self._handlers.get(output.request_id)
+                if output.is_finished():
+                    del self.open[output.request_id]
+                    self._handlers.pop(output.request_id, None)
                 if handler is None:
                     self._waiting.append(output)
-                    continue
-                if output.is_finished():
-                    del self._handlers[output.request_id]
-                calls.setdefault(handler[1], []).append((handler[0], output))
+                else:
+                    calls.setdefault(handler[1], []).append((handler[0], output))
             for loop, batch in calls.items():
                 try:
                     loop.call_soon_threadsafe(_call_all, batch)
                 except RuntimeError:  # the loop is closed: no handler will run
                     logger.warning("hf_paged: dropped %d outputs, whose event loop is closed", len(batch))
             self._changed().notify_all()
+
+    def fail(self, requests: Iterable[BatchedRequest], error: str) -> None:
+        """Hand over failed outputs of requests, except of cancelled ones."""
+        self.deliver([(request, failed_output(request, error)) for request in requests])
+
+    def fail_all(self, error: str) -> None:
+        with self._changed():
+            self.fail(list(self.open.values()), error)
+            self._arrivals.clear()
+            self._cancelled.clear()
 
     def register(self, request_id: str, callback: Callable) -> None:
         """Send this request's outputs, waiting ones included, to `callback` on the running event loop."""
@@ -133,12 +124,6 @@ class OutputBox:
     def forget_handlers(self) -> None:
         """Remove all handlers in the child of a fork, which lacks their event loops; outputs are kept for `take`."""
         self._handlers.clear()
-
-    def forget(self, request_id: str) -> None:
-        """Drop the handler and the outputs of a cancelled request, so that the next request of its id gets none."""
-        with self._changed():
-            self._handlers.pop(request_id, None)
-            self._waiting = deque(output for output in self._waiting if output.request_id != request_id)
 
     def take(self, request_id: str | None, timeout: float | None,
              may_come: Callable[[], bool]) -> GenerationOutput | None:
@@ -162,3 +147,99 @@ def _call_all(batch: list[tuple[Callable, GenerationOutput]]) -> None:
             callback(output)
         except Exception:  # of one caller's handler, which must not lose the outputs of others in this batch
             logger.exception("hf_paged: the result handler of request %s raised", output.request_id)
+
+
+class BoardSink(OutputSink):
+    """Requests of a manager that share a session; their outputs go to the manager's board."""
+
+    def __init__(self, thread: EngineThread, board: RequestBoard, *, stream: bool) -> None:
+        super().__init__(stream=stream, text=False)
+        self._thread, self._board = thread, board
+        self._running: dict[str, BatchedRequest] = {}  # by the engine's id
+
+    def add(self, request: BatchedRequest, spec: RequestSpec) -> None:
+        [added] = self._thread.add(self, [spec])
+        if isinstance(added, ValueError):
+            raise added
+        self._running[added] = request
+
+    def abort(self, requests: list[BatchedRequest]) -> None:
+        """Abort the requests among these that run in this call."""
+        ids = {id(request) for request in requests}
+        for engine_id in [key for key, request in self._running.items() if id(request) in ids]:
+            try:
+                self._thread.engine.abort(engine_id)
+            except KeyError:
+                continue  # it has ended, and the next outputs have its completion
+
+    def take(self, outputs: list[StepOutput]) -> None:
+        delivered: list[tuple[BatchedRequest, GenerationOutput]] = []
+        for output in outputs:
+            request = self._running[output.request_id]
+            if output.completion is not None:
+                del self._running[output.request_id]
+            if request.is_failed:
+                continue
+            try:
+                made = _taken(request, output)
+            except Exception as error:  # fails this request alone: outputs of others still have to be handed over
+                request.is_failed = True
+                self.abort([request])
+                made = failed_output(request, f"this request failed: {error!r}")
+            if made is not None:
+                delivered.append((request, made))
+        self._board.deliver(delivered)
+
+    def fail(self, error: BaseException | None) -> None:
+        if error is not None:
+            logger.error("hf_paged: the engine broke in continuous batching: %r", error, exc_info=error)
+        failed, self._running = list(self._running.values()), {}
+        self._board.fail(failed, _DISABLED if error is None else f"{BROKE}{error!r}")
+
+    def stop(self) -> None:
+        self.abort(list(self._running.values()))
+
+
+class BoardSinks:
+    """All requests of one manager; requests with `needs_tokens` have a session that streams."""
+
+    def __init__(self, thread: EngineThread, board: RequestBoard) -> None:
+        self._thread, self._board = thread, board
+        self._streams, self._others = (BoardSink(thread, board, stream=stream) for stream in (True, False))
+
+    def take_changes(self) -> None:
+        """Begin new requests, and abort cancelled ones; runs in the thread."""
+        arrivals, cancelled = self._board.take_changes()
+        try:
+            for call in (self._streams, self._others):
+                call.abort(cancelled)
+            engine, refused = self._thread.engine, list[tuple[BatchedRequest, GenerationOutput]]()
+            reason = engine.unsupported_reason() if arrivals else None
+            autocast = engine.autocast_of_call() if arrivals and reason is None else None
+            for request in arrivals:
+                try:
+                    if reason is not None:
+                        raise ValueError(f"the model cannot run on the paged engine as it is now: {reason}")
+                    spec = spec_of(engine, request, autocast)
+                    request.start()
+                    (self._streams if request.needs_tokens else self._others).add(request, spec)
+                except Exception as error:  # of this request alone
+                    refused.append((request, failed_output(request, str(error))))
+            self._board.deliver(refused)
+        except Exception as error:
+            self._board.fail(arrivals, f"{BROKE}{error!r}")
+            raise  # the thread fails the requests that run
+
+
+def _taken(request: BatchedRequest, output: StepOutput) -> GenerationOutput | None:
+    """Return the `GenerationOutput` of one output of the engine; None if the request does not stream and goes on."""
+    if output.new_token_ids:
+        request.extend(output.new_token_ids, output.new_logprobs)
+    if output.completion is None:
+        return request.output() if request.streaming else None
+    if output.finish_reason == "error":
+        return request.finish(output.completion.error)
+    if output.finish_reason == "abort":
+        return request.finish("the manager was stopped before this request was done")
+    is_out_of_room = output.finish_reason == "length" and request.is_cut
+    return request.finish(_NO_ROOM.format(len(request.tokens)) if is_out_of_room else None)

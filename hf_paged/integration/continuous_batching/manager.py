@@ -7,47 +7,23 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_paged.engine.driver import EngineThread
 from hf_paged.engine.engine import Engine
-from hf_paged.integration.call_context import within
-from hf_paged.integration.continuous_batching.batched_calls import BatchedCalls
-from hf_paged.integration.continuous_batching.board import RequestBoard
+from hf_paged.integration.continuous_batching.board import BoardSinks, RequestBoard
 from hf_paged.integration.continuous_batching.requests import BatchedRequest
-from hf_paged.integration.engines import engine_of
-from hf_paged.integration.structured_calls import NO_FORM, Form
+from hf_paged.integration.enabled import engine_of
 from hf_paged.options.arguments import base_seed, num_copies, salt_digest
-from hf_paged.options.request_options import PLAIN, RequestOptions
 from hf_paged.sampling.sampler import derive_seed
 
 logger = logging.getLogger(__name__)
 
 # Managers kept for the next call on their model (`keep_for_next_session`), to which they hold no strong reference.
 KEPT: weakref.WeakKeyDictionary[Any, PagedBatchingManager] = weakref.WeakKeyDictionary()
-
-
-class RequestOverrides(NamedTuple):
-    """Settings of requests that are added in a context (`requests_with`), in place of the manager's.
-
-    `config` is a result of `batching_config`. A request with more new tokens than there is room for is cut, or refused
-    if there is room for fewer than `least_room`.
-    """
-
-    config: GenerationConfig | None = None  # None for the manager's
-    least_room: int = 0  # this and the tokenizer as in `BatchedRequest`
-    tokenizer: Any = None
-    seed: int | None = None  # None has the manager draw one
-    asked: RequestOptions = PLAIN  # options besides the config
-    form: Form = NO_FORM  # of the output
-
-
-_NOTHING_OWN = RequestOverrides()
-_OWN: ContextVar[RequestOverrides] = ContextVar("hf_paged_request_config", default=_NOTHING_OWN)
 
 
 class PagedBatchingManager:
@@ -70,7 +46,7 @@ class PagedBatchingManager:
         self.warmed_up = False
         self.thread = EngineThread(lambda: self.engine, on_end=self._end)
         self.board = RequestBoard(lambda: self.thread.changed)
-        self._calls = BatchedCalls(self.thread, self.board)
+        self._calls = BoardSinks(self.thread, self.board)
         self._was_started = False  # and not joined since
         self._num_requests = 0  # counts ids made
         self._num_seeds = 0
@@ -104,7 +80,6 @@ class PagedBatchingManager:
         self.warmed_up = True
 
     def is_running(self) -> bool:
-        """Whether the thread was started and still runs."""
         return self.thread.is_running()
 
     def start(self) -> None:
@@ -189,8 +164,7 @@ class PagedBatchingManager:
             TypeError: a salt that is no str.
             queue.Full: `max_queue_size` requests waited for ten seconds.
         """
-        own = _OWN.get()
-        config = own.config or self.generation_config
+        config = self.generation_config
         salt = salt_digest(cache_salt)
         copies = num_copies(options.pop("num_return_sequences", config.num_return_sequences))
         prompt = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
@@ -202,17 +176,19 @@ class PagedBatchingManager:
             if request_id is None:
                 request_id = f"req_{self._num_requests}"
                 self._num_requests += 1
-            asked = own.asked
-            if self.continuous_batching_config.return_logprobs and asked.logprobs is False:
-                asked = asked._replace(logprobs=True)
+            own = {"logprobs": True} if self.continuous_batching_config.return_logprobs else {}
             request = BatchedRequest(request_id, prompt, max_new_tokens, eos_token_id, streaming, record_timestamps,
-                                     options, config, asked=asked, cache_salt=salt, adapter_name=adapter_name,
-                                     least_room=own.least_room, tokenizer=own.tokenizer, form=own.form)
+                                     options, config, own_options=own, cache_salt=salt, adapter_name=adapter_name)
             requests = request.copies(copies)
             self.board.check_ids(requests)
+            seed, own_seed = self.continuous_batching_config.seed, self.engine.config.seed
+            seed = own_seed if seed is None else seed
             for one in requests:
-                sampled = options.get("do_sample", config.do_sample)
-                one.seed = self._next_seed(sampled) if own.seed is None else own.seed
+                if seed is not None:
+                    one.seed = derive_seed(base_seed(seed, None), self._num_seeds)
+                    self._num_seeds += 1
+                else:
+                    one.seed = base_seed(None, None) if options.get("do_sample", config.do_sample) else 0
             self.board.add(requests, self.continuous_batching_config.max_queue_size)
             self.thread.submit(self._calls.take_changes)
         return request_id
@@ -243,7 +219,7 @@ class PagedBatchingManager:
             known = request_id is None or may_wait_for_it or request_id in self.board.open
             return self.is_running() and not self.thread.is_over and known
 
-        return self.board.outputs.take(request_id, timeout, may_come)
+        return self.board.take(request_id, timeout, may_come)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Yield outputs as long as the thread runs, and then the remaining ones."""
@@ -266,14 +242,14 @@ class PagedBatchingManager:
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Call `callback` on the running event loop with each output of the request, until it is finished."""
-        self.board.outputs.register(request_id, callback)
+        self.board.register(request_id, callback)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _end(self, error: BaseException | None) -> None:
         """Fail all open requests after the end of the thread."""
         if not self.thread.is_running():  # in the child of a fork, which lacks the event loops of the handlers, too
-            self.board.outputs.forget_handlers()
+            self.board.forget_handlers()
         self.board.fail_all(f"generation stopped before this request was done{f': {error!r}' if error else ''}")
         self._let_model_go()
 
@@ -282,16 +258,3 @@ class PagedBatchingManager:
         if self.thread.is_over and self._model is not None and KEPT.get(self._model) is self:
             self._model = None
 
-    def _next_seed(self, is_sampled: Any) -> int:
-        """Return a seed derived from the config's seed and the request's number, or drawn from torch's generator."""
-        seed = self.continuous_batching_config.seed
-        engine_seed = self.engine.config.seed
-        if seed is None and engine_seed is None:
-            return base_seed(None, None) if is_sampled else 0
-        self._num_seeds += 1
-        return derive_seed(base_seed(seed, engine_seed), self._num_seeds - 1)
-
-
-def requests_with(own: RequestOverrides) -> AbstractContextManager[None]:
-    """Return a context in which requests are added with these overrides."""
-    return within(_OWN, own)

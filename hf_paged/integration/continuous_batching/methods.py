@@ -23,28 +23,31 @@ from hf_paged.engine.driver import runs_on
 from hf_paged.engine.engine import FROM_INSIDE, IN_UPDATE, Engine
 from hf_paged.errors import Reason
 from hf_paged.integration import fallback, paths, ranks
-from hf_paged.integration.continuous_batching.batched_calls import BROKE
+from hf_paged.integration.continuous_batching.board import BROKE
 from hf_paged.integration.continuous_batching.manager import KEPT, PagedBatchingManager
-from hf_paged.integration.continuous_batching.requests import batching_config, paged_config, stock_reason
-from hf_paged.integration.engines import engine_of, renew_engine
-from hf_paged.options.argument_warnings import level_of_caller
-from hf_paged.options.arguments import num_copies
+from hf_paged.integration.continuous_batching.requests import (
+    batching_config,
+    paged_config,
+    stock_reason,
+    warn_of_unread,
+)
+from hf_paged.integration.enabled import ENGINES, engine_of
+from hf_paged.options.arguments import level_of_caller, num_copies
 
 logger = logging.getLogger(__name__)
 
 
-def _init_continuous_batching(original: Callable, model: Any, generation_config: GenerationConfig | None = None,
+def _init_continuous_batching(original: Callable, model: Any, engine: Engine,
+                              generation_config: GenerationConfig | None = None,
                               continuous_batching_config: ContinuousBatchingConfig | None = None,
                               workload_hints: Any = None) -> Any:
-    engine = _native_engine(model)
-    if engine is None:
-        return original(model, generation_config, continuous_batching_config, workload_hints)
     config = batching_config(model, generation_config, {})
     batching = _batching(generation_config or model.generation_config, continuous_batching_config)
-    if (reason := _stock_reason(model, engine, config, batching)) is not None:
+    if (reason := _stock_reason(model, engine, config)) is not None:
         fallback.announce_fallback(engine, reason)
         with fallback.quiet_fallbacks(engine):
             return original(model, config, batching, workload_hints)
+    warn_of_unread(batching)
     _resize(model, engine, batching)
     kept = KEPT.get(model)
     if kept is not None and not kept.is_running():
@@ -53,7 +56,7 @@ def _init_continuous_batching(original: Callable, model: Any, generation_config:
     return PagedBatchingManager(model, config, batching)
 
 
-def destroy_cached_manager(original: Callable, model: Any) -> None:
+def destroy_cached_manager(original: Callable, model: Any, engine: Engine) -> None:
     """End the manager that a model keeps between sessions."""
     if (kept := KEPT.pop(model, None)) is not None:
         kept.destroy()
@@ -61,8 +64,9 @@ def destroy_cached_manager(original: Callable, model: Any) -> None:
 
 
 @contextmanager
-def _manager_context(original: Callable, model: Any, generation_config: GenerationConfig | None = None,
-                     block: bool = True, timeout: float | None = None,
+def _manager_context(original: Callable, model: Any, engine: Engine,
+                     generation_config: GenerationConfig | None = None, block: bool = True,
+                     timeout: float | None = None,
                      continuous_batching_config: ContinuousBatchingConfig | None = None,
                      persistent_manager: bool = False, warmup: bool = True,
                      workload_hints: Any = None) -> Iterator[Any]:
@@ -85,24 +89,17 @@ def _manager_context(original: Callable, model: Any, generation_config: Generati
             manager.destroy()
 
 
-def _generate_batch(original: Callable, model: Any, inputs: list[Any],
+def _generate_batch(original: Callable, model: Any, engine: Engine, inputs: list[Any],
                     generation_config: GenerationConfig | None = None,
                     continuous_batching_config: ContinuousBatchingConfig | None = None,
                     record_timestamps: bool = False, progress_bar: bool = False, persistent_manager: bool = False,
                     warmup: bool = True, **kwargs: Any) -> dict[str, GenerationOutput]:
-    engine = _native_engine(model)
-    in_stock = functools.partial(original, model, inputs, record_timestamps=record_timestamps,
-                                 progress_bar=progress_bar, persistent_manager=persistent_manager,
-                                 warmup=warmup)
-    if engine is None:
-        return in_stock(generation_config=generation_config, **kwargs,
-                        continuous_batching_config=continuous_batching_config)
     if len(inputs) == 0:
         return {}
     with ranks.refusing(engine):
         config = batching_config(model, generation_config, kwargs)
         batching = _batching(generation_config or model.generation_config, continuous_batching_config)
-        reason = _stock_reason(model, engine, config, batching) or _too_long(engine, config, inputs)
+        reason = _stock_reason(model, engine, config) or _too_long(engine, config, inputs)
 
     def natively() -> dict[str, GenerationOutput]:
         with model.continuous_batching_context_manager(
@@ -117,7 +114,9 @@ def _generate_batch(original: Callable, model: Any, inputs: list[Any],
         if not isinstance(found, Reason):
             return found
         reason = found
-    call = functools.partial(in_stock, generation_config=config, continuous_batching_config=batching)
+    call = functools.partial(original, model, inputs, generation_config=config, continuous_batching_config=batching,
+                             record_timestamps=record_timestamps, progress_bar=progress_bar,
+                             persistent_manager=persistent_manager, warmup=warmup)
     return fallback.fall_back(engine, reason, call, _num_tokens)
 
 
@@ -125,18 +124,12 @@ def _num_tokens(outputs: dict[str, GenerationOutput]) -> int:
     return sum(len(output.generated_tokens) for output in outputs.values())
 
 
-# Replacements of transformers' methods by name; each is called with transformers' own method and a model.
+# Replacements of transformers' methods by name; each is called with transformers' own method, a model and its engine.
 METHODS: dict[str, Callable] = {
     "init_continuous_batching": _init_continuous_batching,
     "continuous_batching_context_manager": _manager_context,
     "generate_batch": _generate_batch,
 }
-
-
-def _native_engine(model: Any) -> Engine | None:
-    """Return the model's engine; None if it has none, or inside a call that runs in stock."""
-    engine = engine_of(model)
-    return None if engine in fallback.fallback_engines() else engine
 
 
 def _run_batch(manager: PagedBatchingManager, inputs: list[Any], record_timestamps: bool,
@@ -173,8 +166,7 @@ def _batching(config: GenerationConfig, given: ContinuousBatchingConfig | None) 
     return given or (inner if isinstance(inner, ContinuousBatchingConfig) else ContinuousBatchingConfig())
 
 
-def _stock_reason(model: Any, engine: Engine, config: GenerationConfig,
-                  batching: ContinuousBatchingConfig) -> Reason | None:
+def _stock_reason(model: Any, engine: Engine, config: GenerationConfig) -> Reason | None:
     """Return `stock_reason` for the model in eval mode and without autocast, as transformers' own thread runs it."""
     if engine.is_updating():
         return Reason("continuous batching was started inside a weight_update() of the same engine", remedy=IN_UPDATE)
@@ -182,7 +174,7 @@ def _stock_reason(model: Any, engine: Engine, config: GenerationConfig,
         return Reason("continuous batching was started from inside a step of the same engine", remedy=FROM_INSIDE)
     model.eval()
     with torch.autocast(model.device.type, enabled=False):
-        return stock_reason(engine, config, batching)
+        return stock_reason(engine, config)
 
 
 def _too_long(engine: Engine, config: GenerationConfig, inputs: list[Any]) -> Reason | None:
@@ -204,4 +196,7 @@ def _resize(model: Any, engine: Engine, batching: ContinuousBatchingConfig) -> N
         warnings.warn(f"hf_paged: the model's engine is in use and keeps its sizes; asked for: {wanted}", UserWarning,
                       stacklevel=level_of_caller())
         return
-    renew_engine(model, wanted)
+    renewed = Engine(model, wanted, tokenizer=engine.tokenizer)
+    engine.shutdown()
+    if ENGINES.get(model) is engine:  # else another thread has disabled the model, which must stay so
+        ENGINES[model] = renewed

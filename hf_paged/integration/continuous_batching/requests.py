@@ -8,27 +8,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import time
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from hf_paged.config import PagedConfig
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.stop_rules import StopRule, TextStopRule, deadline_after
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.integration.fallback import value_reason
-from hf_paged.integration.structured_calls import NO_FORM, Form
-from hf_paged.options.arguments import check_is_config, described
-from hf_paged.options.request_options import PLAIN, RequestOptions, settings_with
-from hf_paged.options.settings import (
-    RequestSettings,
-    settings_from_config,
-    token_id_tuple,
-    unsupported_option,
-)
+from hf_paged.options.arguments import check_is_config, described, level_of_caller
+from hf_paged.options.request_spec import RequestSpec
+from hf_paged.options.settings import request_spec, token_id_tuple, unsupported_option
 from hf_paged.options.table import option_of
 
 # Options of the cache, whose values are ignored: continuous batching has a cache of its own.
@@ -37,26 +32,9 @@ _OPTIONS = frozenset(vars(GenerationConfig()))
 _SIZES = frozenset(field.name for field in dataclasses.fields(ContinuousBatchingConfig)) - _OPTIONS
 
 
-class Refused(str):
-    """The error of a request that the engine refused: no step ran it, and stock may run it."""
-
-
-class NoRoom(str):
-    """The error of a request that was cut: its tokens are right, but the model or the KV pool has no room for more."""
-
-
-@dataclasses.dataclass
-class ServedOutput(GenerationOutput):
-    """An output of a request with a tokenizer of its own. ``finish_reason``: "eos", "stop", "length", or None if the
-    request has not ended or the reason is unknown. ``top_logprobs``: as in a `Completion`; empty without the option."""
-
-    finish_reason: str | None = None
-    top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
-
-
 @dataclasses.dataclass
 class BatchedRequest:
-    """One request of a manager, with its output so far."""
+    """One request of a manager, with its output so far. Its settings are read when the thread takes it."""
 
     request_id: str
     prompt: list[int]
@@ -66,16 +44,12 @@ class BatchedRequest:
     record_timestamps: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # other fields of a GenerationConfig
     config: GenerationConfig | None = None  # the base, whose fields those above replace
-    seed: int = 0
-    asked: RequestOptions = PLAIN  # options besides the config
-    cache_salt: bytes = b""  # as in `RequestSettings`
+    seed: int | None = None  # None has the manager draw one
+    own_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # those of `PLAIN` that are given
+    cache_salt: bytes = b""  # as in `RequestSpec`
     adapter_name: str | None = None
-    least_room: int = 0  # with room for fewer new tokens than this, a request that needs more is refused, and not cut
-    tokenizer: Any = None  # decodes the text in which stop strings are searched; None for the engine's tokenizer
-    form: Form = NO_FORM  # of the output, in texts of this tokenizer
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)  # of `tokens`; empty without the option
-    top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
     times: list[float] = dataclasses.field(default_factory=list)
     status: RequestStatus = RequestStatus.PENDING
     created: float = dataclasses.field(default_factory=time.perf_counter)
@@ -92,8 +66,7 @@ class BatchedRequest:
     def copies(self, count: int) -> list[BatchedRequest]:
         """Return the request behind its ``count - 1`` children, each with the id that transformers gives it."""
         children = [
-            dataclasses.replace(self, request_id=f"{self.request_id}__child#{i}", tokens=[], logprobs=[], times=[],
-                                top_logprobs=[])
+            dataclasses.replace(self, request_id=f"{self.request_id}__child#{i}", tokens=[], logprobs=[], times=[])
             for i in range(count - 1)
         ]
         return [*children, self]
@@ -101,26 +74,22 @@ class BatchedRequest:
     def start(self) -> None:
         self.status, self.lifespan = RequestStatus.PREFILLING, (time.perf_counter(), -1)
 
-    def extend(self, tokens: list[int], logprobs: list[float | None] | None,
-               tops: list[dict[int, float] | None] | None = None) -> None:
+    def extend(self, tokens: list[int], logprobs: list[float | None] | None) -> None:
         self.status = RequestStatus.DECODING
         self.tokens += tokens
         self.logprobs += logprobs or []  # type: ignore[arg-type]  # None for output of before, which none here has
-        self.top_logprobs += tops or []
         if self.record_timestamps:
             self.times += [time.perf_counter()] * len(tokens)
 
-    def finish(self, error: str | None = None, reason: str | None = None) -> GenerationOutput:
+    def finish(self, error: str | None = None) -> GenerationOutput:
         now = time.perf_counter()
         started = now if self.status is RequestStatus.PENDING else self.lifespan[0]
         self.lifespan = (started, now)
         self.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
-        return self.output(error, reason)
+        return self.output(error)
 
-    def output(self, error: str | None = None, reason: str | None = None) -> GenerationOutput:
-        served = functools.partial(ServedOutput, finish_reason=reason, top_logprobs=self.top_logprobs[:])
-        kind = GenerationOutput if self.tokenizer is None else served
-        return kind(
+    def output(self, error: str | None = None) -> GenerationOutput:
+        return GenerationOutput(
             request_id=self.request_id, prompt_ids=self.prompt, generated_tokens=self.tokens[:],
             logprobs=self.logprobs[:], error=error, status=self.status, created_time=self.created,
             lifespan=self.lifespan,
@@ -171,47 +140,52 @@ def with_options(config: GenerationConfig, options: dict[str, Any]) -> Generatio
     return config
 
 
-def request_settings(engine: Engine, request: BatchedRequest) -> RequestSettings:
-    """Return the engine's settings of `request`, and set its `is_cut` if there is no room for all its new tokens.
+def spec_of(engine: Engine, request: BatchedRequest, autocast: torch.dtype | None) -> RequestSpec:
+    """Return a request in the engine's terms, and set its `is_cut` if there is no room for all its new tokens.
 
-    Raises:
-        UnsupportedOptionError, ValueError, TypeError: as `settings_from_config`.
+    Raises what `Engine.check_prompt`, `spec_in_room` and `Engine.stop_rule` raise.
     """
-    assert request.config is not None
+    assert request.config is not None and request.seed is not None
+    prompt = engine.check_prompt(request.prompt)
     config = copy.copy(with_options(request.config, request.options))
     if request.eos_token_id is not None:
         config.eos_token_id = request.eos_token_id
     if request.max_new_tokens is not None:
         config.max_new_tokens = request.max_new_tokens
-    room = engine.room(len(request.prompt))
-    wanted = config.max_new_tokens
-    if wanted is None and config.max_length is not None:
-        wanted = config.max_length - len(request.prompt)
-    if wanted is None or (isinstance(wanted, int) and wanted > room):
-        if room < request.least_room:
-            raise ValueError(f"max_new_tokens={wanted!r} after a prompt of {len(request.prompt)} tokens: the model or "
-                             f"the KV pool has room for {max(room, 0)}")
-        config.max_new_tokens, request.is_cut = room, True
-    settings = settings_from_config(config, len(request.prompt), engine.num_logits)
     adapter = None if request.adapter_name is None else engine.check_adapter(request.adapter_name)
-    settings = settings_with(settings, request.asked, engine.num_logits)
-    return dataclasses.replace(settings, cache_salt=request.cache_salt, adapter_name=adapter,
-                               structured=request.form.structured)
+    spec, request.is_cut = spec_in_room(engine, config, prompt, request.own_options, cache_salt=request.cache_salt,
+                                        adapter_name=adapter, seed=request.seed, autocast=autocast)
+    return spec.but(stop=engine.stop_rule(spec, spec.prompt))
 
 
-def stop_rule(engine: Engine, settings: RequestSettings, request: BatchedRequest) -> StopRule | None:
-    """Return the rule for a request's stop strings and time limit, or None; raises as `Engine.stop_rule`."""
-    if request.tokenizer is None or not settings.stop_strings:
-        return engine.stop_rule(settings, request.prompt)
-    return TextStopRule(settings.stop_strings, request.tokenizer, deadline_after(settings.max_time))
-
-
-def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousBatchingConfig,
-                 tokenizer: Any = None) -> Reason | None:
-    """Return the reason why transformers' own continuous batching has to serve requests of `config`, or None.
+def spec_in_room(engine: Engine, config: GenerationConfig, prompt: list[int], options: Mapping[str, Any],
+                 least_room: int = 0, **fields: Any) -> tuple[RequestSpec, bool]:
+    """Return the specification of a request, and whether its limit of new tokens was lowered to the room for them.
 
     Args:
-        tokenizer: as in `BatchedRequest`.
+        config: a result of `batching_config`; its ``max_new_tokens`` may be lowered.
+        prompt: checked token ids.
+        options: those of `PLAIN` that are given.
+        least_room: with room for fewer new tokens than this, a request that needs more raises a ValueError.
+        **fields: further fields of the `RequestSpec`.
+
+    Raises:
+        UnsupportedOptionError, ValueError, TypeError: as `request_spec`.
+    """
+    room = engine.room(len(prompt))
+    wanted, is_cut = config.max_new_tokens, False
+    if wanted is None and config.max_length is not None:
+        wanted = config.max_length - len(prompt)
+    if wanted is None or (isinstance(wanted, int) and wanted > room):
+        if room < least_room:
+            raise ValueError(f"max_new_tokens={wanted!r} after a prompt of {len(prompt)} tokens: the model or the KV "
+                             f"pool has room for {max(room, 0)}")
+        config.max_new_tokens, is_cut = room, True
+    return request_spec(config, len(prompt), engine.num_logits, options, prompt=prompt, **fields), is_cut
+
+
+def stock_reason(engine: Engine, config: GenerationConfig) -> Reason | None:
+    """Return the reason why transformers' own continuous batching has to serve requests of `config`, or None.
 
     Raises:
         UnsupportedModelError: every rank of a sharded model runs the script, so that their threads would diverge.
@@ -230,8 +204,7 @@ def stock_reason(engine: Engine, config: GenerationConfig, batching: ContinuousB
     try:
         sized = copy.copy(config)
         sized.max_new_tokens = config.max_new_tokens or 1  # lengths are each request's own
-        asked = settings_from_config(sized, 1, engine.num_logits)
-        stop_rule(engine, asked, BatchedRequest("", [], tokenizer=tokenizer))
+        engine.stop_rule(request_spec(sized, 1, engine.num_logits), [])
         token_id_tuple(config.eos_token_id)
     except (ValueError, TypeError) as error:
         return value_reason(error)
@@ -243,18 +216,39 @@ def paged_config(batching: ContinuousBatchingConfig, current: PagedConfig) -> Pa
     plain = ContinuousBatchingConfig()
     name = "page_size" if hasattr(batching, "page_size") else "block_size"
     page_size = getattr(batching, name)
-    changes: dict[str, Any] = {}
+    block_size, num_blocks, sequences = current.block_size, current.num_blocks, current.max_num_seqs
     if page_size != getattr(plain, name):
-        changes["block_size"] = max(16, 1 << (page_size - 1).bit_length())
+        block_size = max(16, 1 << (page_size - 1).bit_length())
     if batching.num_blocks is not None:
-        block_size = changes.get("block_size", current.block_size)
-        changes["num_blocks"] = -(-batching.num_blocks * page_size // block_size) + 1  # ours counts the null block
+        num_blocks = -(-batching.num_blocks * page_size // block_size) + 1  # ours counts the null block
     if batching.max_requests_per_batch is not None:
-        changes["max_num_seqs"] = batching.max_requests_per_batch
+        sequences = batching.max_requests_per_batch
+    tokens = current.max_num_batched_tokens
     if batching.max_batch_tokens is not None:
-        changes["max_num_batched_tokens"] = batching.max_batch_tokens
-        sequences = changes.get("max_num_seqs", current.max_num_seqs)
-        changes["max_num_seqs"] = min(sequences, batching.max_batch_tokens)
-    if not batching.allow_block_sharing:
-        changes["enable_prefix_caching"] = False
-    return dataclasses.replace(current, **changes)
+        tokens = batching.max_batch_tokens
+        sequences = min(sequences, tokens)
+    return dataclasses.replace(
+        current, block_size=block_size, num_blocks=num_blocks, max_num_seqs=sequences, max_num_batched_tokens=tokens,
+        enable_prefix_caching=current.enable_prefix_caching and batching.allow_block_sharing,
+    )
+
+
+# Fields of a ContinuousBatchingConfig that `paged_config` and the manager read.
+_READ = frozenset(("page_size", "block_size", "num_blocks", "max_requests_per_batch", "max_batch_tokens",
+                   "allow_block_sharing", "seed", "max_queue_size", "return_logprobs"))
+_INSTEAD = {"max_memory_percent": "set PagedConfig(gpu_memory_utilization=...)",
+            "use_cuda_graph": "set PagedConfig(enforce_eager=True) for steps without CUDA graphs",
+            "use_async_batching": "set PagedConfig(overlap=...)"}
+_warned_of: set[str] = set()
+
+
+def warn_of_unread(batching: ContinuousBatchingConfig) -> None:
+    """Warn of fields that were set and have no effect here, once a process for each."""
+    plain = vars(ContinuousBatchingConfig())
+    unread = [name for name, value in vars(batching).items()
+              if name not in _READ and name not in _warned_of and value != plain.get(name)]
+    _warned_of.update(unread)
+    for name in unread:
+        hint = f" ({_INSTEAD[name]})" if name in _INSTEAD else ""
+        warnings.warn(f"hf_paged: ContinuousBatchingConfig.{name}={getattr(batching, name)!r:.80} has no effect on the "
+                      f"paged engine{hint}", UserWarning, stacklevel=level_of_caller())

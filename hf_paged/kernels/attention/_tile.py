@@ -1,14 +1,37 @@
 # mypy: disallow-untyped-defs=False
-"""One tile of paged attention on the device: gather K and V through the block table, online softmax in base 2.
+"""What the kernels of attention share: what they are compiled for, arguments of a launch, and one tile on the device.
 
-The recurrence is FlashAttention-2's (Dao 2023, arXiv 2307.08691, algorithm 1). Decode's: prefill pipelines its own.
+A tile gathers keys and values through the block table; softmax is online and in base 2, by the recurrence of
+FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1). Rows of one new token go through `attend_tile`. Prompts and
+shared prefixes load keys and values ahead of their scores, so that the loads are pipelined, and look up one block where
+it holds the whole tile.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
 from hf_paged.kernels._triton import jit, next_power_of_2, tl
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 
 LOG2_E = 1.4426950408889634
+
+
+class KernelShape(NamedTuple):
+    """What a kernel of attention is compiled for besides its tiles; its argument ``S``."""
+
+    group: int  # query heads of a KV head
+    group_pad: int  # as a power of two
+    kv_heads: int
+    head_dim: int
+    head_pad: int  # lanes of a tile's head
+    block_size: int
+    has_window: bool
+    has_softcap: bool
+    has_sinks: bool
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -16,10 +39,39 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, next_power_of_2(head_dim))
 
 
+@lru_cache(maxsize=256)
+def _shape_of(num_heads: int, block_size: int, kv_heads: int, head_dim: int, *has: bool) -> KernelShape:
+    group = num_heads // kv_heads
+    return KernelShape(group, next_power_of_2(group), kv_heads, head_dim, padded_head_dim(head_dim), block_size, *has)
+
+
+def score_numbers(meta: PagedMetadata, options: AttentionOptions) -> tuple[float, ...]:
+    """Return the stride of the block table, window, scale and softcap, of scores in base 2."""
+    return (meta.block_table.stride(0), options.window or 0, options.scale * LOG2_E,
+            (options.softcap or 0.0) * LOG2_E)
+
+
+def launch_arguments(q: torch.Tensor, k_cache: torch.Tensor, meta: PagedMetadata,
+                     options: AttentionOptions) -> tuple[tuple[float, ...], KernelShape]:
+    """Return a kernel's arguments of a call: strides of q's tokens and heads and `score_numbers`, and its shape.
+
+    q ``[T, Hq, D]``, k_cache ``[num_blocks, block_size, Hkv, D]``.
+    """
+    has = options.window is not None, options.softcap is not None, options.sinks is not None
+    return (q.stride(0), q.stride(1), *score_numbers(meta, options)), _shape_of(q.shape[1], *k_cache.shape[1:], *has)
+
+
+def partial_results(num_parts: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate parts of results: weighted sums of values [N, Hq, D], largest scores and sums of weights [N, Hq, 2]."""
+    _, num_heads, head_dim = q.shape
+    acc = torch.empty(num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
+    return acc, torch.empty(num_parts, num_heads, 2, dtype=torch.float32, device=q.device)
+
+
 @jit()
-def blocks_of(table_row, position, begin, end, BLOCK_SIZE: tl.constexpr):
+def blocks_of(table_row, position, begin, end, S: tl.constexpr):
     """Block ids of the positions, 0 outside ``begin .. end - 1``."""
-    return tl.load(table_row + position // BLOCK_SIZE, mask=(position >= begin) & (position < end), other=0)
+    return tl.load(table_row + position // S.block_size, mask=(position >= begin) & (position < end), other=0)
 
 
 @jit()
@@ -36,24 +88,20 @@ def attend_tile(
     readable,  # [N] bool: positions that may be read, and count
     scale_log2,
     softcap_log2,
-    HAS_SOFTCAP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    S: tl.constexpr,
 ):
     """Returns (acc, top, total) after this tile."""
-    lane = tl.arange(0, HEAD_DIM_PAD)
+    lane = tl.arange(0, S.head_pad)
     # In int64: a cache may hold more than 2**31 elements.
-    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-    offset = (slot * KV_HEADS + head)[:, None] * HEAD_DIM + lane[None, :]
+    slot = block.to(tl.int64) * S.block_size + position % S.block_size
+    offset = (slot * S.kv_heads + head)[:, None] * S.head_dim + lane[None, :]
     # Unread slots may hold NaN, and a weight of zero would not silence it: they are loaded as zero.
-    inside = readable[:, None] & (lane < HEAD_DIM)[None, :]
+    inside = readable[:, None] & (lane < S.head_dim)[None, :]
     k = tl.load(k_cache + offset, mask=inside, other=0.0)
     v = tl.load(v_cache + offset, mask=inside, other=0.0)
 
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    if HAS_SOFTCAP:
+    if S.has_softcap:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact at both infinities; 2.885... is 2 log2(e).
         score = softcap_log2 * (1.0 - 2.0 / (tl.exp2(score / softcap_log2 * 2.8853900817779268) + 1.0))
     score = tl.where(readable[None, :], score, float("-inf"))
@@ -62,6 +110,86 @@ def attend_tile(
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     weight = tl.exp2(score - shift[:, None])
     rescale = tl.exp2(top - shift)
+    total = total * rescale + tl.sum(weight, 1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, new_top, total
+
+
+@jit()
+def blocks_of_tile(table_row, start, begin, end, n, BLOCK_N: tl.constexpr, HAS_BEGIN: tl.constexpr, S: tl.constexpr):
+    """The block of each position ``start + n``, one for all where a block holds the tile.
+
+    Table entries outside ``begin .. end - 1`` (without HAS_BEGIN: outside ``0 .. end - 1``) are not read and count as
+    block 0.
+    """
+    entry = start // S.block_size
+    if S.block_size < BLOCK_N:
+        entry += n // S.block_size
+    used = entry < tl.cdiv(end, S.block_size)
+    if HAS_BEGIN:
+        used &= entry >= begin // S.block_size
+    return tl.load(table_row + entry, mask=used, other=0)
+
+
+@jit()
+def _cache_offset(blocks, start, n, head, BLOCK_N: tl.constexpr, S: tl.constexpr):
+    """[N, D_PAD] element offsets of positions ``start + n``; inside a block int32 is enough."""
+    lane = tl.arange(0, S.head_pad)
+    # int64: a cache may hold more than 2**31 elements.
+    base = blocks.to(tl.int64) * (S.block_size * S.kv_heads * S.head_dim)
+    if S.block_size >= BLOCK_N:
+        slot = start % S.block_size + n
+    else:
+        slot = n % S.block_size
+        base = base[:, None]
+    return base + ((slot * (S.kv_heads * S.head_dim))[:, None] + (head * S.head_dim + lane)[None, :])
+
+
+@jit()
+def load_keys(k_cache, blocks, start, n, head, BLOCK_N: tl.constexpr, S: tl.constexpr):
+    """Keys of unread slots come as they are, NaN or not: their scores are replaced before anything looks at them."""
+    offset = _cache_offset(blocks, start, n, head, BLOCK_N, S)
+    if S.head_dim == S.head_pad:
+        keys = tl.load(k_cache + offset)
+    else:
+        inside = tl.broadcast_to((tl.arange(0, S.head_pad) < S.head_dim)[None, :], offset.shape)
+        keys = tl.load(k_cache + offset, mask=inside, other=0.0)
+    return keys
+
+
+@jit()
+def load_values(v_cache, blocks, start, begin, end, n, head, BLOCK_N: tl.constexpr, HAS_BEGIN: tl.constexpr,
+                S: tl.constexpr):
+    """Unread slots may hold NaN, and a weight of zero would not silence it: their values are loaded as zero."""
+    offset = _cache_offset(blocks, start, n, head, BLOCK_N, S)
+    readable = start + n < end
+    if HAS_BEGIN:
+        readable &= start + n >= begin
+    inside = readable[:, None]
+    if S.head_dim != S.head_pad:
+        inside = inside & (tl.arange(0, S.head_pad) < S.head_dim)[None, :]
+    return tl.load(v_cache + offset, mask=inside, other=0.0)
+
+
+@jit()
+def scores_of(q, k, scale_log2, softcap_log2, S: tl.constexpr):
+    """Scores [M, N], and the factor that turns them to base 2."""
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")
+    scale = scale_log2
+    if S.has_softcap:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact at both infinities; 2.885... is 2 log2(e).
+        score *= scale_log2 / softcap_log2 * 2.8853900817779268
+        score = softcap_log2 * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
+        scale = 1.0
+    return score, scale
+
+
+@jit()
+def add_scores(acc, top, total, score, scale, v):
+    """Returns (acc, top, total) after a tile of scores, those out of sight being -inf. `top` must be finite."""
+    new_top = tl.maximum(top, tl.max(score, 1) * scale)
+    weight = tl.exp2(score * scale - new_top[:, None])
+    rescale = tl.exp2(top - new_top)
     total = total * rescale + tl.sum(weight, 1)
     acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, new_top, total

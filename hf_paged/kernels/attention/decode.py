@@ -16,15 +16,21 @@ from hf_paged.device.cuda import num_multiprocessors, shared_memory
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     column_numbers,
+    constants,
     jit,
     on_device_of,
     pdl_options,
     require_triton,
     tl,
 )
-from hf_paged.kernels.attention._launch import launch_arguments, partial_results
-from hf_paged.kernels.attention._tile import attend_tile, blocks_of, padded_head_dim
-from hf_paged.kernels.attention.types import ITEM_FIELDS, AttentionOptions, DecodeWork, PagedMetadata, WorkItem
+from hf_paged.kernels.attention._tile import (
+    attend_tile,
+    blocks_of,
+    launch_arguments,
+    padded_head_dim,
+    partial_results,
+)
+from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, PagedMetadata, WorkItem
 
 # A row is never cut further: its splits are joined by one program.
 MAX_SPLITS = 64
@@ -34,7 +40,7 @@ MIN_SPLIT = 64
 _DEEP_SHARED_MEMORY = 160 << 10
 # Rows times KV heads a multiprocessor up to which a step counts as tiny, as few, as small, as middling.
 _TINY, _FEW, _SMALL, _MIDDLING = 0.25, 0.5, 3, 9.5
-ROW, SPLIT, NUM_SPLITS, LENGTH, SLOT = column_numbers(WorkItem)
+ROW, SPLIT, NUM_SPLITS, LENGTH, SLOT, _ITEM_FIELDS = column_numbers(WorkItem)
 
 
 class DecodeConfig(NamedTuple):
@@ -47,7 +53,7 @@ class DecodeConfig(NamedTuple):
 
 
 class DecodeConfigs(NamedTuple):
-    """For a head size. Of `middling`, the one is taken whose programs fill their last wave best."""
+    """Configurations for a head size; of `middling` ones, the one whose programs fill their last wave best is used."""
 
     tiny: DecodeConfig
     few: DecodeConfig
@@ -108,59 +114,30 @@ def decode_config(head_dim_pad: int, itemsize: int, programs_per_sm: float, shar
 
 def config_of(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
               device: torch.device) -> DecodeConfig:
-    """What :func:`paged_attention_decode` takes on ``device`` for that many rows."""
+    """Return the tiles of :func:`paged_attention_decode` on ``device`` for that many rows."""
     programs_per_sm = num_rows * num_kv_heads / num_multiprocessors(device)
     return decode_config(padded_head_dim(head_dim), dtype.itemsize, programs_per_sm, shared_memory(device))
 
 
 def cta_slots_of(config: DecodeConfig, num_kv_heads: int, device: torch.device) -> int:
-    """Splits of one KV head that run at the same time, which a plan of the rows is cut for."""
+    """Return the number of splits of one KV head that run at the same time, for which a plan cuts the rows."""
     return max(1, config.programs_per_sm * num_multiprocessors(device) // num_kv_heads)
 
 
 def decode_cta_slots(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """:func:`cta_slots_of` the configuration that is chosen for that many rows."""
+    """Return :func:`cta_slots_of` the configuration of that many rows."""
     return cta_slots_of(config_of(num_rows, num_kv_heads, head_dim, dtype, device), num_kv_heads, device)
 
 
 @jit(varying_pointers=("items",))
 def _decode_kernel(
-    q,
-    k_cache,
-    v_cache,
-    out,
-    partial_acc,
-    partial_sums,
-    items,
-    arrivals,
-    block_table,
-    sinks,
-    q_stride_t,
-    q_stride_h,
-    table_stride,
-    window,
-    scale_log2,
-    softcap_log2,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    ITEM_FIELDS: tl.constexpr,
-    ALL_SPLITS: tl.constexpr,
-    TILE_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    q, k_cache, v_cache, out, partial_acc, partial_sums, items, arrivals, block_table, sinks, q_stride_t, q_stride_h,
+    table_stride, window, scale_log2, softcap_log2, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIN_TILES: tl.constexpr, ALL_SPLITS: tl.constexpr, TILE_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
-    columns = items + item * ITEM_FIELDS
+    columns = items + item * _ITEM_FIELDS
     row = tl.load(columns + ROW).to(tl.int64)
     if row < 0:
         after_previous_kernel(PDL)
@@ -170,7 +147,7 @@ def _decode_kernel(
     end = tl.load(columns + LENGTH)
     slot = tl.load(columns + SLOT).to(tl.int64)
     begin = 0
-    if HAS_WINDOW:
+    if S.has_window:
         begin = tl.maximum(end - window, 0)
     first_tile = begin // BLOCK_N
     num_tiles = tl.cdiv(end, BLOCK_N) - first_tile
@@ -181,84 +158,71 @@ def _decode_kernel(
     table_row = block_table + slot * table_stride
     n = tl.arange(0, BLOCK_N)
     # The next tile's block ids come a tile ahead, so that its loads of K and V need not wait for them.
-    block = blocks_of(table_row, loop_begin + n, begin, loop_end, BLOCK_SIZE)
+    block = blocks_of(table_row, loop_begin + n, begin, loop_end, S)
     # Plan and block table come from copies and torch's kernels, which end every PDL chain: read ahead of the wait.
     after_previous_kernel(PDL)
 
     # The group's heads are the rows of one tile, padded to what tl.dot takes.
     m = tl.arange(0, BLOCK_M)
-    lane = tl.arange(0, HEAD_DIM_PAD)
-    query_head = head * GROUP + m
-    live = (m < GROUP)[:, None] & (lane < HEAD_DIM)[None, :]
+    lane = tl.arange(0, S.head_pad)
+    query_head = head * S.group + m
+    live = (m < S.group)[:, None] & (lane < S.head_dim)[None, :]
     q_tile = tl.load(q + row * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=live, other=0.0)
 
-    acc = tl.zeros([BLOCK_M, HEAD_DIM_PAD], tl.float32)
+    acc = tl.zeros([BLOCK_M, S.head_pad], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
+    if S.has_sinks:
         # A score without a value, of weight 1 at its own height, in base 2 by log2(e). The first split counts it.
-        sink = tl.load(sinks + query_head, mask=m < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + query_head, mask=m < S.group, other=0.0).to(tl.float32) * 1.4426950408889634
         top = tl.where(split == 0, tl.maximum(sink, -3.0e38), top)
         total = tl.where(split == 0, 1.0, total)
     for start in range(loop_begin, loop_end, BLOCK_N):
         position = start + n
-        next_block = blocks_of(table_row, position + BLOCK_N, begin, loop_end, BLOCK_SIZE)
+        next_block = blocks_of(table_row, position + BLOCK_N, begin, loop_end, S)
         readable = (position >= begin) & (position < loop_end)
         acc, top, total = attend_tile(
             q_tile, acc, top, total, k_cache, v_cache, block, head, position, readable,
-            scale_log2, softcap_log2, HAS_SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE,
+            scale_log2, softcap_log2, S,
         )
         block = next_block
 
     if splits == 1:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        offset = (row * (KV_HEADS * GROUP) + query_head)[:, None] * HEAD_DIM + lane[None, :]
+        offset = (row * (S.kv_heads * S.group) + query_head)[:, None] * S.head_dim + lane[None, :]
         tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
     else:
         if loop_begin < loop_end:
-            part = item * (KV_HEADS * GROUP) + query_head
-            tl.store(partial_acc + part[:, None] * HEAD_DIM + lane[None, :], acc, mask=live)
-            tl.store(partial_sums + part * 2, top, mask=m < GROUP)
-            tl.store(partial_sums + part * 2 + 1, total, mask=m < GROUP)
-        # Every thread's parts are written before the arrival is counted, and seen by whoever counts the last.
+            part = item * (S.kv_heads * S.group) + query_head
+            tl.store(partial_acc + part[:, None] * S.head_dim + lane[None, :], acc, mask=live)
+            tl.store(partial_sums + part * 2, top, mask=m < S.group)
+            tl.store(partial_sums + part * 2 + 1, total, mask=m < S.group)
+        # All threads' parts are written before the arrival is counted: the program that counts the last one sees them.
         tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + row * KV_HEADS + head, 1, sem="acq_rel")
+        arrived = tl.atomic_add(arrivals + row * S.kv_heads + head, 1, sem="acq_rel")
         if arrived == splits - 1:
             used = tl.cdiv(num_tiles, tiles)
             _join_splits(
-                out, partial_acc, partial_sums, row, item - split, used, head, GROUP, GROUP_PAD, KV_HEADS, HEAD_DIM,
-                HEAD_DIM_PAD, ALL_SPLITS, TILE_SPLITS,
+                out, partial_acc, partial_sums, row, item - split, used, head, ALL_SPLITS, TILE_SPLITS, S
             )
-            tl.store(arrivals + row * KV_HEADS + head, 0)
+            tl.store(arrivals + row * S.kv_heads + head, 0)
 
 
 @jit()
 def _join_splits(
-    out,
-    partial_acc,
-    partial_sums,
-    row,
-    first_item,
-    used,
-    head,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PAD: tl.constexpr,
-    ALL_SPLITS: tl.constexpr,
-    TILE_SPLITS: tl.constexpr,
+    out, partial_acc, partial_sums, row, first_item, used, head, ALL_SPLITS: tl.constexpr, TILE_SPLITS: tl.constexpr,
+    S: tl.constexpr,
 ):
-    """Always in the order of the splits, whoever came last: the result depends on the plan alone."""
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    group = tl.arange(0, GROUP_PAD)
-    lane = tl.arange(0, HEAD_DIM_PAD)
-    query_head = head * GROUP + group
+    """Join a row's splits in their order, whichever program comes last: the result depends on the plan alone."""
+    HEADS: tl.constexpr = S.kv_heads * S.group
+    group = tl.arange(0, S.group_pad)
+    lane = tl.arange(0, S.head_pad)
+    query_head = head * S.group + group
     first_part = first_item * HEADS + query_head
 
     split = tl.arange(0, ALL_SPLITS)
     part = first_part[None, :] + split[:, None] * HEADS
-    inside = (split < used)[:, None] & (group < GROUP)[None, :]
+    inside = (split < used)[:, None] & (group < S.group)[None, :]
     # Written by other multiprocessors: .cg reads past this one's own cache.
     tops = tl.load(partial_sums + part * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
     top = tl.max(tops, 0)
@@ -267,27 +231,27 @@ def _join_splits(
     totals = tl.load(partial_sums + part * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
     total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
 
-    acc = tl.zeros([GROUP_PAD, HEAD_DIM_PAD], tl.float32)
+    acc = tl.zeros([S.group_pad, S.head_pad], tl.float32)
     for start in range(0, used, TILE_SPLITS):
         some = start + tl.arange(0, TILE_SPLITS)
         some_part = first_part[None, :] + some[:, None] * HEADS
-        here = (some < used)[:, None] & (group < GROUP)[None, :]
+        here = (some < used)[:, None] & (group < S.group)[None, :]
         weight = tl.load(partial_sums + some_part * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
         parts = tl.load(
-            partial_acc + some_part[:, :, None] * HEAD_DIM + lane[None, None, :],
-            mask=here[:, :, None] & (lane < HEAD_DIM)[None, None, :],
+            partial_acc + some_part[:, :, None] * S.head_dim + lane[None, None, :],
+            mask=here[:, :, None] & (lane < S.head_dim)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
         acc += tl.sum(parts * tl.exp2(weight - top[None, :])[:, :, None], 0)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    offset = (row * HEADS + query_head)[:, None] * HEAD_DIM + lane[None, :]
-    live = (group < GROUP)[:, None] & (lane < HEAD_DIM)[None, :]
+    offset = (row * HEADS + query_head)[:, None] * S.head_dim + lane[None, :]
+    live = (group < S.group)[:, None] & (lane < S.head_dim)[None, :]
     tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
 
 
 def even_work(meta: PagedMetadata, num_kv_heads: int, splits: int) -> DecodeWork:
-    """Every row cut alike, for callers without a plan; made on the device, without waiting for it."""
+    """Make a plan on the device that cuts every row alike, for callers without a plan; does not wait for the device."""
     device = meta.seq_lens.device
     num_rows = meta.seq_lens.numel()
     row = torch.arange(num_rows, device=device, dtype=torch.int32).repeat_interleave(splits)
@@ -299,16 +263,10 @@ def even_work(meta: PagedMetadata, num_kv_heads: int, splits: int) -> DecodeWork
 
 
 def paged_attention_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    meta: PagedMetadata,
-    options: AttentionOptions,
-    *,
-    out: torch.Tensor | None = None,
-    config: DecodeConfig | None = None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata, options: AttentionOptions, *,
+    out: torch.Tensor | None = None, config: DecodeConfig | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.attention.paged_attention.paged_attention` where every row has exactly one new token.
+    """:func:`~hf_paged.attention.registry.paged_attention` where every row has exactly one new token.
 
     fp16, bf16 or fp32; head_dim up to 256. One Triton launch over ``meta.work``; without a plan every row is cut alike.
     The grid depends on the number of items alone: a CUDA graph serves every plan that has as many.
@@ -329,7 +287,7 @@ def paged_attention_decode(
         splits = min(MAX_SPLITS, max(1, cta_slots_of(config, num_kv_heads, q.device) // num_rows))
         work = even_work(meta, num_kv_heads, splits)
     assert isinstance(work, DecodeWork), "the plan of a step that is read row by row"
-    shared = launch_arguments(q, k_cache, meta, options)
+    numbers, shape = launch_arguments(q, k_cache, meta, options)
     acc, sums = partial_results(len(work.items), q)
     # Programs that come early are spread over what room there is, unevenly: only a step that has room for all may. They
     # read the plan ahead of the wait, so it must not come from the kernel just before.
@@ -338,19 +296,16 @@ def paged_attention_decode(
     with on_device_of(q):
         _decode_kernel[(num_kv_heads, len(work.items))](
             q, k_cache, v_cache, out, acc, sums, work.items, work.arrivals, meta.block_table, options.sinks,
-            *shared.numbers,
-            HAS_SINKS=options.sinks is not None,
-            GROUP_PAD=shared.group_pad,
-            BLOCK_M=max(16, shared.group_pad),
+            *numbers,
+            S=constants(shape),
+            BLOCK_M=max(16, shape.group_pad),
             BLOCK_N=config.block_n,
             MIN_TILES=-(-MIN_SPLIT // config.block_n),
-            ITEM_FIELDS=ITEM_FIELDS,
             ALL_SPLITS=MAX_SPLITS,
             # 64 elements a thread of four warps.
-            TILE_SPLITS=max(1, 8192 // (shared.group_pad * shared.sizes.HEAD_DIM_PAD)),
+            TILE_SPLITS=max(1, 8192 // (shape.group_pad * shape.head_pad)),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **shared.constants,
             **launch,
         )
     return out

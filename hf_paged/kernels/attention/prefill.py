@@ -8,11 +8,18 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.device.cuda import shared_memory
-from hf_paged.kernels._triton import jit, next_power_of_2, on_device_of, require_triton, tl
-from hf_paged.kernels.attention._launch import launch_arguments
-from hf_paged.kernels.attention._pages import blocks_of_tile, load_keys, load_values
-from hf_paged.kernels.attention._parts import ROW_PART, ROW_PIECES
-from hf_paged.kernels.attention.types import ROW_FIELDS, AttentionOptions, PagedMetadata, positively_scaled
+from hf_paged.kernels._triton import column_numbers, constants, jit, next_power_of_2, on_device_of, require_triton, tl
+from hf_paged.kernels.attention._tile import (
+    add_scores,
+    blocks_of_tile,
+    launch_arguments,
+    load_keys,
+    load_values,
+    scores_of,
+)
+from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, RowEntry, positively_scaled
+
+_ROW_PART, _ROW_PIECES, *_, _ROW_FIELDS = column_numbers(RowEntry)
 
 
 class PrefillConfig(NamedTuple):
@@ -27,7 +34,7 @@ class PrefillConfig(NamedTuple):
 
 
 class SharedParts(NamedTuple):
-    """What was read for several rows at once, see `PromptWork`: their tiles start from it."""
+    """Partial results of positions that were read for several rows (`PromptWork`), from which the rows' tiles start."""
 
     own_begin: torch.Tensor  # [R] int32, multiples of the block size: what lies ahead is in the parts
     rows: torch.Tensor  # [T, ROW_FIELDS] int32, see `RowEntry`; tokens of a row have equally many pieces
@@ -103,19 +110,18 @@ def _row_of_tile(query_start, tile, num_rows, BLOCK_Q: tl.constexpr):
 
 
 @jit()
-def _mask_scores(score, query_position, start, n, window, HAS_WINDOW: tl.constexpr):
+def _mask_scores(score, query_position, start, n, window, S: tl.constexpr):
     last = query_position - start
     visible = n[None, :] <= last[:, None]
-    if HAS_WINDOW:
+    if S.has_window:
         visible &= n[None, :] > (last - window)[:, None]
     return tl.where(visible, score, float("-inf"))
 
 
 @jit()
-def _with_part(acc, top, total, partial_acc, partial_sums, place, live, HEAD_DIM: tl.constexpr,
-               HEAD_DIM_PAD: tl.constexpr):
-    """What a tile has seen so far, and a part of each of its rows; `live` [M, D_PAD]."""
-    offset = place[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM_PAD)[None, :]
+def _with_part(acc, top, total, partial_acc, partial_sums, place, live, S: tl.constexpr):
+    """Return (acc, top, total) after a part of each row of a tile; `live` [M, D_PAD]."""
+    offset = place[:, None] * S.head_dim + tl.arange(0, S.head_pad)[None, :]
     part_top = tl.load(partial_sums + place * 2)
     part_total = tl.load(partial_sums + place * 2 + 1)
     new_top = tl.maximum(top, part_top)
@@ -128,44 +134,13 @@ def _with_part(acc, top, total, partial_acc, partial_sums, place, live, HEAD_DIM
 
 @jit(varying_ints=("num_rows",), varying_pointers=("query_start", "seq_lens", "slots", "own_begin", "token_rows"))
 def _prefill_kernel(
-    q,
-    k_cache,
-    v_cache,
-    out,
-    query_start,
-    seq_lens,
-    block_table,
-    slots,
-    sinks,
-    own_begin,
-    token_rows,
-    partial_acc,
-    partial_sums,
-    num_rows,
-    q_stride_t,
-    q_stride_h,
-    table_stride,
-    window,
-    scale_log2,
-    softcap_log2,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BRANCH: tl.constexpr,
-    HAS_SHARED_PARTS: tl.constexpr,
-    ROW_FIELDS: tl.constexpr,
+    q, k_cache, v_cache, out, query_start, seq_lens, block_table, slots, sinks, own_begin, token_rows, partial_acc,
+    partial_sums, num_rows, q_stride_t, q_stride_h, table_stride, window, scale_log2, softcap_log2, S: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BRANCH: tl.constexpr, HAS_SHARED_PARTS: tl.constexpr,
 ):
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    STRIDE: tl.constexpr = BLOCK_SIZE * KV_HEADS * HEAD_DIM
-    head = tl.program_id(0) % KV_HEADS
-    tile = tl.program_id(0) // KV_HEADS
+    BLOCK_Q: tl.constexpr = BLOCK_M // S.group
+    head = tl.program_id(0) % S.kv_heads
+    tile = tl.program_id(0) // S.kv_heads
     row = _row_of_tile(query_start, tile, num_rows, BLOCK_Q)
     first_token = tl.load(query_start + row)
     count = tl.load(query_start + row + 1) - first_token
@@ -177,14 +152,14 @@ def _prefill_kernel(
     # The last tile of a row sees the most: it starts first.
     tile = num_tiles - 1 - tile
 
-    # Tile row m is query m // GROUP of query head m % GROUP; a GROUP that does not divide BLOCK_M leaves rows over.
+    # Tile row m is query m // group of query head m % group; a group that does not divide BLOCK_M leaves rows over.
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
-    lane = tl.arange(0, HEAD_DIM_PAD)
-    query = tile * BLOCK_Q + m // GROUP
+    lane = tl.arange(0, S.head_pad)
+    query = tile * BLOCK_Q + m // S.group
     token = (first_token + query).to(tl.int64)
-    query_head = head * GROUP + m % GROUP
-    live = ((m < BLOCK_Q * GROUP) & (query < count))[:, None] & (lane < HEAD_DIM)[None, :]
+    query_head = head * S.group + m % S.group
+    live = ((m < BLOCK_Q * S.group) & (query < count))[:, None] & (lane < S.head_dim)[None, :]
     q_tile = tl.load(
         q + token[:, None] * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=live, other=0.0
     )
@@ -198,79 +173,57 @@ def _prefill_kernel(
         row_begin = tl.load(own_begin + row)
     begin = row_begin
     masked_until = 0
-    if HAS_WINDOW:
+    if S.has_window:
         begin = tl.maximum(first_position - window + 1, row_begin)
         masked_until = end - window
     masked_from = first_position + 2 - BLOCK_N
     first = row_begin + (begin - row_begin) // BLOCK_N * BLOCK_N
 
     table_row = block_table + tl.load(slots + row).to(tl.int64) * table_stride
-    acc = tl.zeros([BLOCK_M, HEAD_DIM_PAD], tl.float32)
+    acc = tl.zeros([BLOCK_M, S.head_pad], tl.float32)
     # Finite and below every score: with -inf a row that has seen nothing yet would compute -inf - -inf.
     top = tl.full([BLOCK_M], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
+    if S.has_sinks:
         # A score without a value, of weight 1 at its own height; log2(e) turns it to base 2.
-        sink = tl.load(sinks + query_head, mask=m < BLOCK_Q * GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + query_head, mask=m < BLOCK_Q * S.group, other=0.0).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(sink, top)
         total += 1.0
     if HAS_SHARED_PARTS:
-        entry = token_rows + token * ROW_FIELDS
-        part = tl.load(entry + ROW_PART, mask=(m < BLOCK_Q * GROUP) & (query < count), other=0).to(tl.int64)
-        for piece in range(tl.load(token_rows + first_token * ROW_FIELDS + ROW_PIECES)):
+        entry = token_rows + token * _ROW_FIELDS
+        part = tl.load(entry + _ROW_PART, mask=(m < BLOCK_Q * S.group) & (query < count), other=0).to(tl.int64)
+        for piece in range(tl.load(token_rows + first_token * _ROW_FIELDS + _ROW_PIECES)):
             acc, top, total = _with_part(
-                acc, top, total, partial_acc, partial_sums, (part + piece) * (KV_HEADS * GROUP) + query_head, live,
-                HEAD_DIM, HEAD_DIM_PAD,
+                acc, top, total, partial_acc, partial_sums, (part + piece) * (S.kv_heads * S.group) + query_head, live,
+                S,
             )
     # Each tile's blocks are looked up one tile ahead, so that its loads need not wait for the lookup.
-    blocks = blocks_of_tile(table_row, first, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
+    blocks = blocks_of_tile(table_row, first, begin, end, n, BLOCK_N, S.has_window, S)
     for start in range(first, end, BLOCK_N):
-        # int64: a cache may hold more than 2**31 elements.
-        base = blocks.to(tl.int64) * STRIDE
-        k = load_keys(k_cache, base, start, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N)
-        v = load_values(
-            v_cache, base, start, begin, end, n, head, STRIDE, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW
-        )
-        blocks = blocks_of_tile(table_row, start + BLOCK_N, begin, end, n, BLOCK_SIZE, BLOCK_N, HAS_WINDOW)
+        k = load_keys(k_cache, blocks, start, n, head, BLOCK_N, S)
+        v = load_values(v_cache, blocks, start, begin, end, n, head, BLOCK_N, S.has_window, S)
+        blocks = blocks_of_tile(table_row, start + BLOCK_N, begin, end, n, BLOCK_N, S.has_window, S)
 
-        score = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
-        scale = scale_log2
-        if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact at both infinities; 2.885... is 2 log2(e).
-            score *= scale_log2 / softcap_log2 * 2.8853900817779268
-            score = softcap_log2 * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
-            scale = 1.0
+        score, scale = scores_of(q_tile, k, scale_log2, softcap_log2, S)
         if BRANCH:
             if (start >= masked_from) | (start < masked_until):
                 # The length is loaded again because a branch without a load would be compiled to selects on every tile.
                 position = tl.load(seq_lens + row) - count + query
-                score = _mask_scores(score, position, start, n, window, HAS_WINDOW)
+                score = _mask_scores(score, position, start, n, window, S)
         else:
-            score = _mask_scores(score, seq_len - count + query, start, n, window, HAS_WINDOW)
-        new_top = tl.maximum(top, tl.max(score, 1) * scale)
-        weight = tl.exp2(score * scale - new_top[:, None])
-        rescale = tl.exp2(top - new_top)
-        total = total * rescale + tl.sum(weight, 1)
-        top = new_top
-        acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+            score = _mask_scores(score, seq_len - count + query, start, n, window, S)
+        acc, top, total = add_scores(acc, top, total, score, scale, v)
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_offset = (token[:, None] * (KV_HEADS * GROUP) + query_head[:, None]) * HEAD_DIM + lane[None, :]
+    out_offset = (token[:, None] * (S.kv_heads * S.group) + query_head[:, None]) * S.head_dim + lane[None, :]
     tl.store(out + out_offset, result.to(out.dtype.element_ty), mask=live)
 
 
 def paged_attention_prefill(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    meta: PagedMetadata,
-    options: AttentionOptions,
-    *,
-    out: torch.Tensor | None = None,
-    config: PrefillConfig | None = None,
-    shared: SharedParts | None = None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata, options: AttentionOptions, *,
+    out: torch.Tensor | None = None, config: PrefillConfig | None = None, shared: SharedParts | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.attention.paged_attention.paged_attention` for rows of any length, one Triton launch.
+    """:func:`~hf_paged.attention.registry.paged_attention` for rows of any length, one Triton launch.
 
     fp16, bf16 or fp32; head_dim up to 256. Rows find their tiles on the device (a tile's row by binary search over
     ``query_start``, as in vLLM's unified kernel), so the grid needs only T and R.
@@ -288,27 +241,19 @@ def paged_attention_prefill(
     if num_tokens == 0:
         return out
     q, options = positively_scaled(q, options)
-    arguments = launch_arguments(q, k_cache, meta, options)
-    group = arguments.sizes.GROUP
+    numbers, shape = launch_arguments(q, k_cache, meta, options)
     if config is None:
-        config = prefill_config(arguments.sizes.HEAD_DIM_PAD, q.element_size(), group, meta.max_query_len,
+        config = prefill_config(shape.head_pad, q.element_size(), shape.group, meta.max_query_len,
                                 meta.max_seq_len, shared_memory(q.device))
     own_begin, rows, acc, sums = (None,) * 4 if shared is None else shared
     # A row of n tokens that starts anywhere needs at most n // BLOCK_Q + 1 tiles.
-    num_tiles = num_tokens // (config.block_m // group) + num_rows
+    num_tiles = num_tokens // (config.block_m // shape.group) + num_rows
     with on_device_of(q):
         _prefill_kernel[(num_tiles * num_kv_heads,)](
             q, k_cache, v_cache, out, meta.query_start, meta.seq_lens, meta.block_table, meta.slots, options.sinks,
-            own_begin, rows, acc, sums, num_rows, *arguments.numbers,
-            HAS_SINKS=options.sinks is not None,
-            BLOCK_M=config.block_m,
+            own_begin, rows, acc, sums, num_rows, *numbers, S=constants(shape), BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            BRANCH=config.branch,
-            HAS_SHARED_PARTS=shared is not None,
-            ROW_FIELDS=ROW_FIELDS,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            **arguments.constants,
-            **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
+            BRANCH=config.branch, HAS_SHARED_PARTS=shared is not None, num_warps=config.num_warps,
+            num_stages=config.num_stages, **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
         )
     return out

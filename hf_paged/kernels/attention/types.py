@@ -1,4 +1,4 @@
-"""What an attention kernel has to know about one step: which tokens belong to which sequence, and where they lie."""
+"""Arguments of attention kernels for one step: which tokens belong to which sequence, and their places in the cache."""
 
 from __future__ import annotations
 
@@ -7,12 +7,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_paged.kernels.attention.host_rows import HostRows
+
+class AttentionSpec(NamedTuple):
+    """Sizes of a model's attention; heads are a rank's."""
+
+    num_heads: int  # of queries
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype  # of queries and caches
+    device: torch.device
+    block_size: int
+    are_pools_alike: bool = True  # keys are as wide as values, and all attention calls have these sizes
+    has_chunks: bool = False  # whether some attention call has `AttentionOptions.chunk`
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """How scores become weights; the same for every token of a call.
+    """Settings by which scores become weights; the same for every token of a call.
 
     Attributes:
         scale: factor of the scores before softcap and softmax.
@@ -20,12 +36,14 @@ class AttentionOptions:
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: unchanged.
         sinks: ``[Hq]`` contiguous, floats: per query head one more score, neither scaled nor capped, that takes part in
             the softmax and has no value (gpt-oss); None: none.
+        chunk: tokens see positions from the last multiple of ``chunk`` on (Llama 4); None: from 0, or as ``window``.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    chunk: int | None = None
 
 
 def positively_scaled(q: torch.Tensor, options: AttentionOptions) -> tuple[torch.Tensor, AttentionOptions]:
@@ -128,9 +146,9 @@ class PromptWork(NamedTuple):
 
 
 class TileQueue(NamedTuple):
-    """Programs take the tiles of rows of several new tokens one by one, as they get done with the one before.
+    """A queue from which programs take tiles of rows of several new tokens, one tile at a time.
 
-    Of one launch at a time: those of a step's layers, one after the other.
+    One launch uses it at a time: the layers of a step, one after the other.
     """
 
     counters: torch.Tensor  # [2] int32, all 0 and 0 again afterwards: tiles taken, programs that found none
@@ -151,11 +169,7 @@ class PagedMetadata(NamedTuple):
     slot_mapping: torch.Tensor  # [T] int64, block_id * block_size + offset of each new token; -1: do not write it
     max_query_len: int
     max_seq_len: int
-    # Of rows of one new token: who computes what, None: all cut alike. Of others: what is read for several of them, or
-    # who computes what, None: every program has its share.
+    # The work of programs. Rows of one new token: None cuts all alike. Other rows: prefixes that are read for several
+    # rows, or a queue of tiles; None gives every program an equal share of the tiles.
     work: DecodeWork | GroupedWork | PromptWork | TileQueue | None = None
-    host_rows: HostRows | None = None  # all of this as the torch backend reads it; None: it looks in every layer
-
-    def read_on_host(self, block_size: int, width: int) -> HostRows:
-        """What `host_rows` is to hold, for caches of this block size and Hkv * D elements a position."""
-        return HostRows(self.query_start, self.seq_lens, self.block_table, self.slots, block_size, width)
+    host_rows: Any = None  # `HostRows` for the torch backend; None: they are worked out in every layer

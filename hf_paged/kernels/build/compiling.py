@@ -1,12 +1,11 @@
 """Parallel compilation, in threads, of the kernels that a piece of work is about to launch.
 
 No list of kernels is needed: the work is run twice. The first run is a dry one, which launches none of hf_paged's
-kernels and notes which are not compiled yet. Triton's compiler holds the GIL only while it parses.
+kernels and collects those that are not compiled yet. Triton's compiler holds the GIL only while it parses.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -15,14 +14,16 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
 
 from hf_paged.device.cuda import num_cores
-from hf_paged.kernels.build.compile_process import compile_elsewhere
+from hf_paged.kernels.build import kernel_log
+from hf_paged.kernels.build.compile_process import cache_folder, compile_elsewhere, compile_once
+from hf_paged.kernels.build.variants import launch_of, record_of
 from hf_paged.process_lock import once_a_process
 
 try:
@@ -63,20 +64,38 @@ class _Watch:
         raise _Missing
 
 
-class _DryRun:
-    """A run that launches nothing; kernels that are not compiled go to threads and, as `FutureKernel`, to `pending`."""
+class _LaunchesNothing:
+    """Base of runs of work that launch none of its kernels; ``submit`` gets those that are not compiled."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Call ``work``, whose launches in this thread come to `launch`."""
+        _thread.dry_run = self
+        try:
+            work()
+        finally:
+            _thread.dry_run = None
+
+    def launch(self, kernel: Any, grid: Any, *args: Any, **options: Any) -> Any:
+        """Return what Triton would launch, loaded."""
+        with _submits_to(self):
+            return kernel.run(*args, grid=grid, warmup=True, **options)
+
+
+class _DryRun(_LaunchesNothing):
+    """A run whose kernels that are not compiled go to threads and, as `FutureKernel`, to `pending`."""
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(min(num_cores(), _MOST_THREADS), thread_name_prefix="hf_paged-compile")
         self.pending: dict[Any, Any] = {}  # the kernel of each FutureKernel, which may be compiled already
+        self.is_after_ready = kernel_log.is_after_ready()  # until what is looked at will be launched later
+        self.refused: kernel_log.LateKernelError | None = None
 
     def run(self, work: Callable[[], object]) -> None:
-        with _dry(self), suppress(Exception), _Zeros():  # an error will be raised by the real run
-            work()
+        with suppress(Exception), _Zeros():  # an error will be raised by the real run
+            super().run(work)
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
-        with _told(self):
-            found = kernel.run(*args, grid=grid, warmup=True, **options)
+        found = super().launch(kernel, grid, *args, **options)
         if isinstance(found, FutureKernel):
             self.pending[found] = kernel
 
@@ -84,10 +103,17 @@ class _DryRun:
         place = driver.active.get_current_device(), key  # a compiled kernel is loaded to one device
         with _lock:
             if (variant := _under_way.get(place)) is None:
-                future = self.pool.submit(lambda: with_launcher(compile()))
+                future = self.pool.submit(self._made, self.is_after_ready, key, compile)
                 variant = _under_way[place] = FutureKernel(*at_end, future)
                 future.add_done_callback(lambda _: _arrived(place))
             return variant
+
+    def _made(self, is_after_ready: bool, key: str, compile: Callable[[], Any]) -> Any:
+        try:
+            return kernel_log.on_behalf(is_after_ready, lambda: with_launcher(compile_once(key, compile)))
+        except kernel_log.LateKernelError as error:
+            self.refused = error
+            raise
 
     def settle(self, found: Iterable[Any]) -> None:
         """Put the compiled kernels in their places. One that failed is compiled again at its launch, which raises."""
@@ -106,27 +132,42 @@ class _DryRun:
                         variants[key] = compiled
 
 
-class _Ahead:
-    """A run that launches nothing and loads kernels from disk; `_Missing` has the future of one that is compiled."""
+class _FromDisk(_LaunchesNothing):
+    """A run that loads kernels from the disk, up to the first one that is not there."""
 
-    def __init__(self) -> None:
-        self._name = ""
-
-    def run(self, work: Callable[[], object]) -> None:
-        with _dry(self):
-            work()
+    _name = ""
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
         self._name = kernel.__name__
-        with _told(self):
-            kernel.run(*args, grid=grid, warmup=True, **options)
+        super().launch(kernel, grid, *args, **options)
 
     def submit(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object], *_: Any) -> Any:
         if not _lies_on_disk(key, self._name):
-            raise _Missing(_begin_ahead(key, compile, finalize))
+            return self.miss(key, compile, finalize)
         kernel = compile()
         finalize(kernel)
         return kernel
+
+    def miss(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> Any:
+        """End the run at a kernel that is not on the disk."""
+        raise _Missing
+
+
+class _Ahead(_FromDisk):
+    """A run that loads kernels from the disk; `_Missing` has the future of one that is compiled."""
+
+    def miss(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> NoReturn:
+        raise _Missing(_begin_ahead(key, compile, finalize))
+
+
+class _AllAhead(_FromDisk):
+    """A run that loads kernels from the disk, and begins to compile all that are not there; it launches nothing."""
+
+    def __init__(self) -> None:
+        self.missing: list[Future[object]] = []
+
+    def miss(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> None:
+        self.missing.append(_begin_ahead(key, compile, finalize))
 
 
 def _begin_ahead(key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> Future[object]:
@@ -170,18 +211,15 @@ def with_launcher(kernel: Any) -> Any:
 
 
 def _with_globals(function: Any, **names: Any) -> Any:
-    """The same function, but for what its module calls so."""
+    """Return the function with other values of some globals of its module."""
     return FunctionType(function.__code__, function.__globals__ | names, function.__name__, function.__defaults__,
                         function.__closure__)
 
 
 def _lies_on_disk(key: str, name: str) -> bool:
-    """Has Triton's cache on the disk the kernel of this key? Its compiler then finds it there within milliseconds."""
+    """Return whether Triton's cache on disk has the kernel of this key, which then takes milliseconds to load."""
     with suppress(Exception):  # another version's cache: then it is compiled, or found, in a thread
-        from triton.runtime.cache import get_cache_manager
-
-        folder = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-        return bool(folder.get_group(f"{name[:150]}.json"))  # so much of the name stands in the file's
+        return bool(cache_folder(key).get_group(f"{name[:150]}.json"))  # so much of the name stands in the file's
     return False
 
 
@@ -197,25 +235,15 @@ def _arrived(place: tuple[int, str]) -> None:
 
 
 class _Thread(threading.local):
-    dry_run: _DryRun | _Ahead | None = None
+    dry_run: _LaunchesNothing | None = None
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def _dry(mode: _DryRun | _Ahead) -> Iterator[None]:
-    """What this thread launches in here goes to `mode`."""
-    _thread.dry_run = mode
-    try:
-        yield
-    finally:
-        _thread.dry_run = None
-
-
-@contextmanager
-def _told(mode: _Watch | _DryRun | _Ahead) -> Iterator[None]:
-    """In this thread Triton calls ``mode.submit`` for a kernel that is neither compiled nor under way."""
+def _submits_to(mode: _Watch | _LaunchesNothing) -> Iterator[None]:
+    """Let Triton call ``mode.submit`` in this thread for a kernel that is neither compiled nor under way."""
     before = active_mode.get()
     try:
         active_mode.set(mode)
@@ -225,7 +253,33 @@ def _told(mode: _Watch | _DryRun | _Ahead) -> Iterator[None]:
 
 
 class _Noted:
-    """A kernel of Triton's that dry runs do not launch."""
+    """A kernel of Triton that dry runs do not launch. It fuses products and sums unless its launch says otherwise.
+
+    Triton 3.10 has the other default.
+    """
+
+    _compile: Callable[..., Any]
+
+    @property
+    def compile(self) -> Callable[..., Any]:
+        """Triton's compiler, which Triton sets when it first needs a kernel, with a note in the log for each call."""
+        return self._compile
+
+    @compile.setter
+    def compile(self, compile: Callable[..., Any]) -> None:
+        self._compile = kernel_log.noting(compile)
+
+    def _pack_args(self, *args: Any) -> Any:
+        """Note a variant that is missing: Triton calls this before it compiles one."""
+        with suppress(Exception):  # another version has other arguments
+            _, _, bound_args, _, options = args
+            if (record := record_of(self, bound_args, options)) is not None:
+                kernel_log.note_variant(record)
+        return super()._pack_args(*args)  # type: ignore[misc]
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        options.setdefault("enable_fp_fusion", True)
+        return super().run(*args, **options)  # type: ignore[misc]
 
     def __getitem__(self, grid: Any) -> Any:
         dry_run = _thread.dry_run
@@ -259,7 +313,8 @@ class Kernel(_Noted, JITFunction):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-def compiled_together(run: Callable[[], Result], later: Iterable[Callable[[], object]] = ()) -> Result:
+def compiled_together(run: Callable[[], Result], later: Iterable[Callable[[], object]] = (), *,
+                      may_break_off: bool = True) -> Result:
     """``run()``, whose kernels are compiled before, side by side, as far as they are not.
 
     Where a kernel is missing, `run` is called three times: until the first one is missed, dry, and at last as it should
@@ -271,26 +326,70 @@ def compiled_together(run: Callable[[], Result], later: Iterable[Callable[[], ob
     Args:
         later: what will be launched soon. It is run dry, one after the other, as long as `run` has to wait; what it
             misses is compiled in the background.
+        may_break_off: False if other ranks come to `run`, too, and would wait for what it leaves out: it is called
+            dry, whether a kernel is missing or not, and once as it should be. A dry run waits for no rank.
     """
     if is_dry() or active_mode is None or active_mode.get() is not None:
         return run()
     if not (early := prepare_triton()).done():
         wait([early])  # the first kernel that is missed would do it again
-    try:
-        with _told(_Watch()):
-            return run()
-    except _Missing:
-        pass
+    if may_break_off:
+        try:
+            with _submits_to(_Watch()):
+                return run()
+        except _Missing:
+            pass
+    with kernel_log.waiting():
+        refused = _compile_dry([run], later)
+    if refused is not None and may_break_off:  # its launch would find it on the disk
+        raise refused
+    return run()
+
+
+def _compile_dry(works: Iterable[Callable[[], object]],
+                 later: Iterable[Callable[[], object]] = ()) -> kernel_log.LateKernelError | None:
+    """Run works dry, and wait for the kernels that they miss; run ``later`` dry as long as that takes.
+
+    Returns the error of a kernel that requests of a ready engine should not have had to wait for.
+    """
     dry = _DryRun()
     try:
-        dry.run(run)
+        for work in works:
+            dry.run(work)
+        dry.is_after_ready = False
         needed = list(dry.pending)
         under_way = [future for variant in needed if (future := variant.future) is not None]
         _wait_for(under_way, (partial(dry.run, further) for further in later))
     finally:
         dry.pool.shutdown(wait=False)
     dry.settle(needed)
-    return run()
+    return dry.refused
+
+
+def compiled_before(works: Iterable[Callable[[], object]]) -> None:
+    """Compile, side by side, the kernels that works will launch. The works are run dry, one after the other."""
+    if active_mode is not None:
+        wait([prepare_triton()])
+        _compile_dry(works)
+
+
+def loaded(records: Iterable[str]) -> list[Callable[[], object]]:
+    """Load the variants of records (`variants.py`) that lie in Triton's cache on the disk, and return launches of those
+    that do not, for `compiled_before`. Records of another version are left out."""
+    missing: list[Callable[[], object]] = []
+    if active_mode is None or not (records := list(records)):
+        return missing
+    wait([prepare_triton()])
+    run = _FromDisk()
+    for record in records:
+        try:
+            launch = launch_of(record)
+            run.run(launch)
+        except _Missing:
+            missing.append(launch)
+        except Exception as error:
+            logger.info("hf_paged: a kernel of an earlier process is not loaded: %r", error)
+    return missing
 
 
 def compiled_ahead(run: Callable[[], object]) -> Future[object]:
@@ -301,10 +400,9 @@ def compiled_ahead(run: Callable[[], object]) -> Future[object]:
     program that ends does not wait either.
     """
     found: Future[object] = Future()
-    if active_mode is None:
-        found.set_exception(NotImplementedError("this version of triton does not compile asynchronously"))
-        return found
     try:
+        if active_mode is None:
+            raise NotImplementedError("this version of triton does not compile asynchronously")
         _Ahead().run(run)
     except _Missing as missing:
         future: Future[object] = missing.args[0]
@@ -316,13 +414,26 @@ def compiled_ahead(run: Callable[[], object]) -> Future[object]:
     return found
 
 
+def compiled_aside(run: Callable[[], object]) -> list[Future[object]]:
+    """Have all kernels of ``run()``, a step, that are not there compiled by other processes, and wait for nothing.
+
+    `run` is called dry. Returns a future for each kernel, which is done when it is there, or has its compiler's error.
+    """
+    if active_mode is None:
+        return []
+    ahead = _AllAhead()
+    with _Zeros():
+        ahead.run(run)
+    return ahead.missing
+
+
 def is_dry() -> bool:
-    """Is this thread in a dry run?"""
+    """Return whether this thread is in a dry run."""
     return _thread.dry_run is not None
 
 
 def in_background(prepare: Callable[[], object]) -> Future[object]:
-    """`prepare()` in a thread."""
+    """Call `prepare` in a thread and return its future."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="hf_paged-compile")
     future = pool.submit(prepare)
     pool.shutdown(wait=False)
@@ -354,7 +465,7 @@ class _Zeros(TorchDispatchMode):
 
 
 def _wait_for(futures: list[Future[None]], later: Iterator[Callable[[], object]]) -> None:
-    """Until all are done; with a line of progress where that takes long."""
+    """Wait until all are done, with a line of progress if that takes long."""
     began, patience, bar = time.monotonic(), _PATIENCE_S, None
     while left := wait(futures, timeout=patience).not_done:
         further = next(later, None)

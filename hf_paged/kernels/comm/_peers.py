@@ -1,31 +1,32 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""What kernels on several GPUs share: memory that peers can read and write, and how one knows what has arrived.
+"""The protocol by which kernels on several GPUs exchange data through memory that every rank can read and write.
 
-The protocol. A *call* is one launch on every rank of the same kernel with the same shapes; all ranks make the same
-calls in the same order, each on one stream.
+A *call* is one launch of the same kernel with the same shapes on every rank; all ranks make the same calls in the same
+order, each on one stream. A *peer* is another rank of the same host.
 
-* Epochs. Every program of a call knows the call's number: `epochs` holds one counter per possible program, and the
-  programs of a grid of G step the counters b, b + G, b + 2G, ... together, so that all counters are equal between
-  calls whatever the grids were. They live on the device: a graph may hold any number of calls and be replayed. 64
-  bits, since a slot that is rarely used must never look as if it were ahead.
-* Signals, for long inputs. Program b tells a peer that it is ready by storing the epoch into its own slot of the peer's
-  buffer, and waits until the peer's slot in its own buffer holds at least that epoch. Nothing is ever reset. The
-  signal has to wait until all that was stored before has arrived: some microseconds.
-* Post, for short ones. A *mailbox* is full of a value that is never posted (all bits set, a NaN), so every value says
-  by itself that it is there. Whoever takes a value leaves the place empty again. No signal, and so no wait for one:
-  this is the protocol of NCCL's LL and of TensorRT-LLM's "Lamport" all-reduce.
-* Reuse of memory. There are two stages and two mailboxes, for even and odd calls. That a rank is in call k means that
-  its call k - 1 has ended, in which it got something of every peer's call k - 1, by signal or by post, if by way of
-  another rank; a peer enters k - 1 when its own call k - 2 has ended. So what k writes, nobody of k - 2 still reads or
-  empties. `gathered` needs no second copy: a rank stores into a peer's only after the peer's signal of the same call,
-  at which the peer's previous call, the last that read it, has ended.
-* All of this rests on one call ending before the next begins: a kernel waits for its predecessor on the stream
-  (`after_previous_kernel`) before it reads its epoch, signals or stores. A finished kernel's stores are in its GPU's
-  memory, which is where a peer's stores of a later call come after them.
-* Nobody waits for what cannot start: where a grid may be too large for the machine, program b only waits for the
+* Epochs. Every program of a call knows the call's number. ``epochs`` holds one counter per possible program; the
+  programs of a grid of G advance the counters b, b + G, b + 2G, ... together, so that all counters are equal between
+  calls whatever the grids were. The counters are on the device: a CUDA graph may hold any number of calls and be
+  replayed. They have 64 bits, since a slot that is rarely used must never look as if it were ahead.
+* Signals, for long inputs. Program b signals a peer by storing the epoch into its own slot of the peer's buffer, and
+  waits until the peer's slot in its own buffer holds at least that epoch. No slot is ever reset. A signal is stored
+  after all earlier stores have arrived, which takes some microseconds.
+* Posts, for short inputs. A *mailbox* is full of a value that is never posted (all bits set, a NaN), so that each value
+  shows by itself that it has arrived. The program that reads a value overwrites it with the empty value. There is no
+  signal to wait for: this is the protocol of NCCL's LL and of TensorRT-LLM's "Lamport" all-reduce.
+* Reuse of memory. There are two stages and two mailboxes, for even and odd calls. When a rank is in call k, its call
+  k - 1 has ended, in which it received data of every peer's call k - 1, by signal or by post, directly or through
+  another rank; and a peer enters k - 1 when its own call k - 2 has ended. So no rank still reads, or empties, in its
+  call k - 2 what call k overwrites. `gathered` needs no second copy: a rank stores into a peer's `gathered` only after
+  the peer's signal of the same call, and at that signal the peer's previous call, the last one that read `gathered`,
+  has ended.
+* One call ends before the next begins, on which all of this relies: a kernel waits for its predecessor on the stream
+  (`after_previous_kernel`) before it reads its epoch, signals or stores. The stores of a finished kernel are in its
+  GPU's memory, where stores of a peer's later call come after them.
+* No deadlock by programs that cannot start: where a grid may be larger than the machine, program b only waits for the
   programs b of its peers.
-* A peer that never comes: whoever waits looks at `abort` every 1024 polls and gives up when it is not zero. What the
-  call returns then is garbage, and so is every later call: the host that set it has to say so.
+* A peer that never comes: a waiting program reads `abort` every 1024 polls, and stops waiting when it is not zero. The
+  result of that call, and of every later call, is garbage: the host that sets `abort` has to report it.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ _POST_BYTES = 8 << 20
 
 
 class Peers(NamedTuple):
-    """What one rank needs to exchange data with the others.
+    """The memory through which one rank exchanges data with the others.
 
     Attributes:
         buffers: by rank, ``[buffer_bytes(capacity)]`` uint8 each: this rank's own memory and the others' as mapped
             into this process, 16-byte aligned, made by `empty_buffer` on every rank before any call.
         epochs: ``[MAX_PROGRAMS]`` int64 zeros on this rank's device.
-        abort: ``[1]`` int64 zero, in pinned host memory: set it to end waits for peers that will not come.
+        abort: ``[1]`` int64 zero, in pinned host memory; another value ends waits for peers that will not come.
         rank: this rank's place among `buffers`.
         capacity: bytes of the largest input, a multiple of 16.
     """
@@ -80,7 +81,7 @@ class Peers(NamedTuple):
         return mailbox_bytes(self.capacity)
 
     def takes(self, num_bytes: int, shots: int, posted: bool) -> bool:
-        """Is there room for an input of `num_bytes`?"""
+        """Return whether the buffers have room for an input of `num_bytes`."""
         if num_bytes > self.capacity:
             return False
         if not posted:
@@ -91,51 +92,65 @@ class Peers(NamedTuple):
 
 
 def stage_bytes(capacity: int) -> int:
-    """Bytes of a stage: an input, whole or in parts."""
+    """Return the bytes of a stage, which holds an input, whole or in parts."""
     return capacity + _PADDING
 
 
 def mailbox_bytes(capacity: int) -> int:
-    """Bytes of a mailbox: whole inputs of all ranks, or one in parts in its first half and its sum in the second."""
+    """Return the bytes of a mailbox: whole inputs of all ranks, or parts of one in a half and its sum in the other."""
     return 2 * (min(capacity, _POST_BYTES) + _PADDING)
 
 
 def buffer_bytes(capacity: int) -> int:
-    """Bytes of one rank's buffer: signals, two mailboxes, two stages, and what signalled two-shot calls gather."""
+    """Return the bytes of a rank's buffer: signals, two mailboxes, two stages, and `gathered` of two-shot calls."""
     return SIGNAL_BYTES + 2 * mailbox_bytes(capacity) + 2 * stage_bytes(capacity) + capacity
 
 
 def empty_buffer(buffer: torch.Tensor, capacity: int) -> None:
-    """Make ``[buffer_bytes(capacity)]`` uint8 what a rank's buffer has to be before the first call."""
+    """Fill ``[buffer_bytes(capacity)]`` uint8, a rank's buffer, with what the first call expects: empty mailboxes."""
     buffer.zero_()
     buffer[SIGNAL_BYTES:][: 2 * mailbox_bytes(capacity)] = 0xFF
 
 
+class CallShape(NamedTuple):
+    """What a kernel is compiled for; its argument ``C``. Offsets and sizes in a buffer are bytes."""
+
+    size: int  # ranks
+    shots: int
+    posted: bool
+    tile: int  # values
+    data: int  # offset of the first mailbox
+    mailbox: int
+    stage: int
+    programs: int  # the most of a grid
+    compiled: bool  # and not interpreted: waits are waited for
+
+
 @jit()
 def begin_call(epochs):
-    """The number of this call; the counters are stepped by `end_call`."""
+    """Return the number of this call; `end_call` advances the counters."""
     return tl.load(epochs + tl.program_id(0)) + 1
 
 
 @jit()
-def end_call(epochs, epoch, MAX_PROGRAMS: tl.constexpr):
-    """Step this program's counters."""
+def end_call(epochs, epoch, C: tl.constexpr):
+    """Advance this program's counters."""
     tl.debug_barrier()  # every warp has read its own
-    counter = tl.arange(0, MAX_PROGRAMS)
+    counter = tl.arange(0, C.programs)
     tl.store(epochs + counter, tl.zeros_like(counter) + epoch, mask=counter % tl.num_programs(0) == tl.program_id(0))
 
 
 @jit()
-def wait_for_peers(buffers, abort, rank, epoch, WAIT: tl.constexpr, SIZE: tl.constexpr, MAX_PROGRAMS: tl.constexpr):
-    """What this program stored before is seen by its peers' programs after they wait, and the other way round."""
+def wait_for_peers(buffers, abort, rank, epoch, WAIT: tl.constexpr, C: tl.constexpr):
+    """Signal this program's peers and wait for their signals: then all stores before the call are seen on all sides."""
     lane = tl.arange(0, 32)
     own = buffers[0].to(tl.int64)
     peer = own
-    for other in tl.static_range(1, SIZE):
+    for other in tl.static_range(1, C.size):
         address = buffers[other].to(tl.int64)
         peer = tl.where(lane == other, address, peer)
         own = tl.where(rank == other, address, own)
-    slots = ((WAIT * MAX_PROGRAMS + tl.program_id(0)) * SIZE * 8).to(tl.int64)
+    slots = ((WAIT * C.programs + tl.program_id(0)) * C.size * 8).to(tl.int64)
     # A lane of the first warp for each peer. bar.sync makes the stores of all threads part of the lane's release, and
     # its acquire part of what all threads see.
     tl.debug_barrier()
@@ -162,30 +177,30 @@ def wait_for_peers(buffers, abort, rank, epoch, WAIT: tl.constexpr, SIZE: tl.con
         mov.u32 $0, 0;
         }""",
         "=r,l,l,l,l,r",
-        [peer + slots + rank * 8, own + slots + lane * 8, epoch, abort.to(tl.int64), SIZE],
+        [peer + slots + rank * 8, own + slots + lane * 8, epoch, abort.to(tl.int64), C.size],
         tl.int32, is_pure=False, pack=1,
     )
     tl.debug_barrier()
 
 
 @jit()
-def buffer_of(buffers, rank, SIZE: tl.constexpr):
-    """The buffer of a rank that is not known when this is compiled."""
+def buffer_of(buffers, rank, C: tl.constexpr):
+    """Return the buffer of a rank that is only known when the kernel runs."""
     found = buffers[0]
-    for other in tl.static_range(1, SIZE):
+    for other in tl.static_range(1, C.size):
         found = tl.where(rank == other, buffers[other], found)
     return found
 
 
 @jit()
 def region(buffer, offset, dtype: tl.constexpr):
-    """A buffer from `offset` bytes on, a multiple of 16, as values of `dtype`."""
+    """Return the address `offset` bytes into a buffer, a multiple of 16, as a pointer to `dtype`."""
     return tl.multiple_of((buffer + offset).to(tl.pointer_type(dtype)), 16)
 
 
 @jit()
 def copy_flat(source, target, begin, end, TILE: tl.constexpr):
-    """``target[begin:end] = source[begin:end]``"""
+    """Copy ``source[begin:end]`` to ``target[begin:end]``."""
     for start in range(begin, end, TILE):
         index = start + tl.arange(0, TILE)
         tl.store(target + index, tl.load(source + index, mask=index < end), mask=index < end)
@@ -193,13 +208,13 @@ def copy_flat(source, target, begin, end, TILE: tl.constexpr):
 
 @jit()
 def _bits(values):
-    """Floating-point values as integers of their size."""
+    """Return the bits of floating-point values as integers."""
     return values.to(tl.int32 if values.dtype.primitive_bitwidth == 32 else tl.int16, bitcast=True)
 
 
 @jit()
 def _posted(values):
-    """The values, but for a NaN that looks like an empty place: another NaN."""
+    """Return the values, with another NaN in place of the one that marks an empty place."""
     bits = _bits(values)
     other_nan = 0x7FFFFFFF if values.dtype.primitive_bitwidth == 32 else 0x7FFF
     return tl.where(bits == -1, other_nan, bits).to(bits.dtype).to(values.dtype, bitcast=True)
@@ -207,7 +222,7 @@ def _posted(values):
 
 @jit()
 def _sum_of(values, dtype: tl.constexpr, SIZE: tl.constexpr):
-    """The ranks' values added in rank order in float32, rounded once."""
+    """Return the ranks' values added in rank order in float32, rounded once."""
     total = values[0].to(tl.float32)
     for other in tl.static_range(1, SIZE):
         total += values[other].to(tl.float32)
@@ -216,7 +231,8 @@ def _sum_of(values, dtype: tl.constexpr, SIZE: tl.constexpr):
 
 @jit()
 def _load_all(places, inside, SIZE: tl.constexpr, VOLATILE: tl.constexpr):
-    """What is at each of a tuple of SIZE places. All loads first, or each would wait for the one before it."""
+    """Load from each of SIZE places; all loads are issued before one is used, or each would wait for the one before it.
+    """
     values = ()
     for i in tl.static_range(SIZE):
         values = values + (tl.load(places[i], mask=inside, other=0.0, volatile=VOLATILE),)  # type: ignore[assignment]
@@ -225,7 +241,7 @@ def _load_all(places, inside, SIZE: tl.constexpr, VOLATILE: tl.constexpr):
 
 @jit()
 def _look(places, inside, dtype: tl.constexpr, SIZE: tl.constexpr):
-    """The sum of what is at the places now, and whether any value has yet to come."""
+    """Return the sum of the values at the places now, and whether a place is still empty."""
     values = _load_all(places, inside, SIZE, VOLATILE=True)  # from L2, where peers' stores arrive
     empty = tl.zeros(inside.shape, tl.int32)
     for i in tl.static_range(SIZE):
@@ -235,7 +251,7 @@ def _look(places, inside, dtype: tl.constexpr, SIZE: tl.constexpr):
 
 @jit()
 def sum_of_post(places, inside, abort, dtype: tl.constexpr, SIZE: tl.constexpr, COMPILED: tl.constexpr):
-    """Wait for what is posted to each of a tuple of SIZE places, leave them empty, and return the sum."""
+    """Wait until a value is posted to each of SIZE places, empty the places, and return the sum."""
     total, waiting = _look(places, inside, dtype, SIZE)
     if COMPILED:
         polls = 0
@@ -245,7 +261,7 @@ def sum_of_post(places, inside, abort, dtype: tl.constexpr, SIZE: tl.constexpr, 
             if polls % 1024 == 0:  # noqa: SIM102  (`and` would load every time)
                 if tl.load(abort, volatile=True) != 0:
                     waiting = 0
-    # All threads have read their places here, for `_look` ends with what all of them saw.
+    # All threads have read their places here: `_look` ends with a reduction over all of them.
     for i in tl.static_range(SIZE):
         tl.store(places[i], (_bits(total) * 0 - 1).to(dtype, bitcast=True), mask=inside)
     return total
@@ -256,42 +272,40 @@ def sum_of_post(places, inside, abort, dtype: tl.constexpr, SIZE: tl.constexpr, 
 
 @jit()
 def _slot_of(sender, numel, PART: tl.constexpr = _PART):
-    """Where in a mailbox an input of `numel` values is that the sender posted whole."""
+    """Return the offset in a mailbox of the `numel` values that a sender posts whole."""
     return tl.cast(sender, tl.int64) * (tl.cdiv(numel, PART) * PART)
 
 
 @jit()
-def post_whole(x, buffers, mailbox, rank, begin, end, numel, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Post ``x[begin:end]`` to everybody, the next rank first."""
+def post_whole(x, buffers, mailbox, rank, begin, end, numel, C: tl.constexpr):
+    """Post ``x[begin:end]`` to every rank, the next one first."""
     dtype: tl.constexpr = x.dtype.element_ty
-    for start in range(begin, end, TILE):
-        index = start + tl.arange(0, TILE)
+    for start in range(begin, end, C.tile):
+        index = start + tl.arange(0, C.tile)
         values = _posted(tl.load(x + index, mask=index < end))
-        for turn in tl.static_range(1, SIZE + 1):
-            other = (rank + turn) % SIZE
-            slot = region(buffer_of(buffers, other, SIZE), mailbox, dtype) + _slot_of(rank, numel)
+        for turn in tl.static_range(1, C.size + 1):
+            other = (rank + turn) % C.size
+            slot = region(buffer_of(buffers, other, C), mailbox, dtype) + _slot_of(rank, numel)
             tl.store(slot + index, values, mask=index < end)
 
 
 @jit()
-def sum_of_posted(
-    own, mailbox, numel, index, inside, abort, dtype: tl.constexpr, SIZE: tl.constexpr, COMPILED: tl.constexpr
-):
-    """The sum of what everybody posted whole, at `index`."""
+def sum_of_posted(own, mailbox, numel, index, inside, abort, dtype: tl.constexpr, C: tl.constexpr):
+    """Return the sum of the inputs that all ranks posted whole, at `index`."""
     places = ()
-    for sender in tl.static_range(SIZE):
+    for sender in tl.static_range(C.size):
         slot = region(own, mailbox, dtype) + _slot_of(sender, numel)
         places = places + (tl.multiple_of(slot, 16) + index,)  # type: ignore[assignment]
-    return sum_of_post(places, inside, abort, dtype, SIZE, COMPILED)
+    return sum_of_post(places, inside, abort, dtype, C.size, C.compiled)
 
 
 @jit()
-def sum_of_stages(buffers, stage, index, inside, dtype: tl.constexpr, SIZE: tl.constexpr):
-    """The sum of what everybody has in its own stage, at `index`."""
+def sum_of_stages(buffers, stage, index, inside, dtype: tl.constexpr, C: tl.constexpr):
+    """Return the sum of the inputs in the ranks' own stages, at `index`."""
     places = ()
-    for other in tl.static_range(SIZE):
+    for other in tl.static_range(C.size):
         places = places + (region(buffers[other], stage, dtype) + index,)  # type: ignore[assignment]
-    return _sum_of(_load_all(places, inside, SIZE, VOLATILE=False), dtype, SIZE)
+    return _sum_of(_load_all(places, inside, C.size, VOLATILE=False), dtype, C.size)
 
 
 # -- two shots --------------------------------------------------------------------------------------------------------
@@ -299,61 +313,58 @@ def sum_of_stages(buffers, stage, index, inside, dtype: tl.constexpr, SIZE: tl.c
 
 @jit()
 def _parts_of(begin, end, SIZE: tl.constexpr, PART: tl.constexpr = _PART):
-    """Values of a rank's part of a program's ``[begin, end)``, and where in a stage the program's parts begin."""
+    """Return the length of a rank's part of a program's ``[begin, end)``, and where in a stage its parts begin."""
     part = tl.cdiv(tl.cdiv(end - begin, SIZE), PART) * PART
     return part, begin + tl.program_id(0) * (SIZE * PART)
 
 
 @jit()
-def push_parts(x, buffers, stage, rank, begin, end, POSTED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr):
+def push_parts(x, buffers, stage, rank, begin, end, C: tl.constexpr):
     """Store every rank's part of ``x[begin:end]`` into that rank's stage or mailbox, the next rank's first."""
     dtype: tl.constexpr = x.dtype.element_ty
-    part, base = _parts_of(begin, end, SIZE)
-    for start in range(0, part, TILE):
-        index = start + tl.arange(0, TILE)
+    part, base = _parts_of(begin, end, C.size)
+    for start in range(0, part, C.tile):
+        index = start + tl.arange(0, C.tile)
         # All loads first, or each would wait for the store before it.
         values = ()
-        for turn in tl.static_range(1, SIZE + 1):
-            at = begin + (rank + turn) % SIZE * part + index
+        for turn in tl.static_range(1, C.size + 1):
+            at = begin + (rank + turn) % C.size * part + index
             value = tl.load(x + at, mask=(index < part) & (at < end))
-            values = values + (_posted(value) if POSTED else value,)  # type: ignore[assignment]
-        for turn in tl.static_range(1, SIZE + 1):
-            other = (rank + turn) % SIZE
-            target = region(buffer_of(buffers, other, SIZE), stage, dtype) + base + rank * part
+            values = values + (_posted(value) if C.posted else value,)  # type: ignore[assignment]
+        for turn in tl.static_range(1, C.size + 1):
+            other = (rank + turn) % C.size
+            target = region(buffer_of(buffers, other, C), stage, dtype) + base + rank * part
             inside = (index < part) & (begin + other * part + index < end)
             tl.store(target + index, values[turn - 1], mask=inside)
 
 
 @jit()
-def sum_and_push_parts(
-    buffers, own, stage, gathered, rank, begin, end, abort, dtype: tl.constexpr, POSTED: tl.constexpr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, COMPILED: tl.constexpr,
-):
-    """Sum this rank's part of ``[begin, end)`` over ranks and store it into everybody's `gathered`."""
-    part, base = _parts_of(begin, end, SIZE)
+def sum_and_push_parts(buffers, own, stage, gathered, rank, begin, end, abort, dtype: tl.constexpr, C: tl.constexpr):
+    """Sum this rank's part of ``[begin, end)`` over ranks and store it into the `gathered` of every rank."""
+    part, base = _parts_of(begin, end, C.size)
     staged = region(own, stage, dtype) + base
-    for start in range(0, part, TILE):
-        index = start + tl.arange(0, TILE)
+    for start in range(0, part, C.tile):
+        index = start + tl.arange(0, C.tile)
         at = begin + rank * part + index
         inside = (index < part) & (at < end)
         places = ()
-        for other in tl.static_range(SIZE):
+        for other in tl.static_range(C.size):
             places = places + (staged + other * part + index,)  # type: ignore[assignment]
-        if POSTED:
-            total = _posted(sum_of_post(places, inside, abort, dtype, SIZE, COMPILED))
+        if C.posted:
+            total = _posted(sum_of_post(places, inside, abort, dtype, C.size, C.compiled))
         else:
-            total = _sum_of(_load_all(places, inside, SIZE, VOLATILE=False), dtype, SIZE)
-        for turn in tl.static_range(1, SIZE + 1):
-            target = region(buffer_of(buffers, (rank + turn) % SIZE, SIZE), gathered, dtype)
+            total = _sum_of(_load_all(places, inside, C.size, VOLATILE=False), dtype, C.size)
+        for turn in tl.static_range(1, C.size + 1):
+            target = region(buffer_of(buffers, (rank + turn) % C.size, C), gathered, dtype)
             tl.store(target + at, total, mask=inside)
 
 
 @jit()
-def gathered_at(own, gathered, index, inside, abort, dtype: tl.constexpr, POSTED: tl.constexpr, COMPILED: tl.constexpr):
-    """The sums of all parts, at `index`."""
+def gathered_at(own, gathered, index, inside, abort, dtype: tl.constexpr, C: tl.constexpr):
+    """Return the sums of all parts, at `index`."""
     place = region(own, gathered, dtype) + index
-    if POSTED:
-        total = sum_of_post((place,), inside, abort, dtype, 1, COMPILED)
+    if C.posted:
+        total = sum_of_post((place,), inside, abort, dtype, 1, C.compiled)
     else:
         total = tl.load(place, mask=inside, other=0.0)
     return total

@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-defs=False
-"""The sum over the GPUs of one host, alone or with residual add and RMSNorm, over peers' memory.
+"""All-reduce over the GPUs of one host through peers' memory, alone or with residual add and RMSNorm.
 
-One shot: every rank sums all inputs. Two shots: every rank sums one N-th and gives it to all, so that 2 (N - 1) / N
-inputs go over the links and not N - 1. Short inputs are posted: a value says by itself that it has arrived. Long ones
-are signalled; in one shot they are then read where they are, over the links. All are bitwise equal to
-`all_reduce_reference` and so on all ranks. See `_peers.py` for the protocol. Nothing here uses multicast.
+In one shot every rank sums all inputs. In two shots every rank sums one N-th of the values and stores the sums into all
+buffers, so that 2 (N - 1) / N inputs go over the links and not N - 1. Short inputs are posted, long inputs are
+signalled (`_peers.py` explains both); in one signalled shot, ranks read the inputs over the links. All results are
+bitwise equal to `all_reduce_reference`, and so equal on all ranks. No kernel uses multicast.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     cdiv,
+    constants,
     jit,
     next_power_of_2,
     on_device_of,
@@ -28,6 +29,7 @@ from hf_paged.kernels._triton import (
 from hf_paged.kernels.comm._peers import (
     MAX_PROGRAMS,
     SIGNAL_BYTES,
+    CallShape,
     Peers,
     begin_call,
     buffer_of,
@@ -42,7 +44,7 @@ from hf_paged.kernels.comm._peers import (
     sum_of_stages,
     wait_for_peers,
 )
-from hf_paged.kernels.layer.add_rms_norm import add_rms_norm_reference, check_norm, normed_row
+from hf_paged.kernels.layer.add_rms_norm import check_norm, normed_row
 
 
 class Algorithm(NamedTuple):
@@ -61,20 +63,20 @@ FASTEST = {
     **{size: ((8 << 20, Algorithm(2, True)), (48 << 20, Algorithm(2, False))) for size in (3, 4)},
     **{size: ((8 << 20, Algorithm(2, True)), (28 << 20, Algorithm(2, False))) for size in (5, 6, 7, 8)},
 }
-# Programs that post for a row with its norm, where there are few rows, and up to how many in all. One of them waits for
-# the others, so more multiprocessors are needed than there are rows here.
+# Programs that post the values of one row, where there are few rows, and the most programs in all. The program that
+# norms the row waits for the others, so the grid has to fit on the multiprocessors at once.
 _SPREAD, _MAX_SPREAD = 4, 64
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def choose_algorithm(size: int, num_bytes: int) -> Algorithm | None:
-    """How to all-reduce `num_bytes` over `size` ranks by :func:`all_reduce`; None: NCCL is faster."""
+    """Return the fastest algorithm for `num_bytes` over `size` ranks; None if NCCL is faster."""
     return next((found for limit, found in FASTEST.get(size, ()) if num_bytes <= limit), None)
 
 
 def choose_algorithm_for(x: torch.Tensor, peers: Peers) -> Algorithm | None:
-    """:func:`choose_algorithm` for a tensor; None also where it is not in rows of whole 16-byte vectors."""
+    """Return :func:`choose_algorithm` for a tensor; None also if it is not in rows of whole 16-byte vectors."""
     if x.dtype not in _DTYPES or not x.is_cuda or not x.is_contiguous():
         return None
     aligned = x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
@@ -87,22 +89,16 @@ def _fastest(x: torch.Tensor, peers: Peers) -> Algorithm | None:
 
 
 def all_reduce_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the ranks' equally shaped tensors: added in rank order in float32, rounded once to their dtype."""
+    """Return the sum of the ranks' equally shaped tensors: added in rank order in float32, rounded once to their dtype.
+    """
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
     return total.to(parts[0].dtype)
 
 
-def all_reduce_add_rms_norm_reference(
-    parts: Sequence[torch.Tensor], residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_rms_norm` of :func:`all_reduce_reference` and residual, as (normed, summed)."""
-    return add_rms_norm_reference(all_reduce_reference(parts), residual, weight, eps)
-
-
 def all_reduce(x: torch.Tensor, peers: Peers, algorithm: Algorithm | None = None) -> torch.Tensor:
-    """The sum over ranks of `x`, as a new tensor; all ranks call it with the same shape, on one stream each.
+    """Return the sum over ranks of `x` as a new tensor; all ranks call this with the same shape, on one stream each.
 
     Args:
         x: contiguous, 16-byte aligned, bfloat16, float16 or float32, at most ``peers.capacity`` bytes.
@@ -126,18 +122,13 @@ def all_reduce(x: torch.Tensor, peers: Peers, algorithm: Algorithm | None = None
     with on_device_of(x):
         _all_reduce_kernel[(num_programs,)](
             x, out, peers.buffers, peers.epochs, peers.abort, peers.rank, numel,
-            cdiv(cdiv(numel, num_programs), 64) * 64, TILE=tile, num_warps=16,
-            **_options(x, peers, algorithm),
+            cdiv(cdiv(numel, num_programs), 64) * 64, num_warps=16, **_options(x, peers, algorithm, tile),
         )
     return out
 
 
 def all_reduce_add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    peers: Peers,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, peers: Peers,
     algorithm: Algorithm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``summed = residual + all_reduce(x)`` and ``normed = RMSNorm(summed)``, as (normed, summed), in one launch.
@@ -173,74 +164,60 @@ def all_reduce_add_rms_norm(
         _all_reduce_add_rms_norm_kernel[(num_programs,)](
             x, x if residual is None else residual, weight, normed, summed, peers.buffers, peers.epochs, peers.abort,
             peers.rank, num_rows, rows, vectors, 0 if residual is None else residual.stride(0), eps,
-            HAS_RESIDUAL=residual is not None, WIDTH=width, WIDTH_PAD=width_pad,
-            TILE=num_warps * 32 * 16 // x.element_size(), num_warps=num_warps, **_options(x, peers, algorithm),
+            HAS_RESIDUAL=residual is not None, WIDTH=width, WIDTH_PAD=width_pad, num_warps=num_warps,
+            **_options(x, peers, algorithm, num_warps * 32 * 16 // x.element_size()),
         )
     return normed, summed
 
 
-def _options(x: torch.Tensor, peers: Peers, algorithm: Algorithm) -> dict[str, Any]:
-    return {
-        "SIZE": peers.size, "SHOTS": algorithm.shots, "POSTED": algorithm.posted, "DATA": SIGNAL_BYTES,
-        "MAILBOX": peers.mailbox_bytes, "STAGE": peers.stage_bytes, "MAX_PROGRAMS": MAX_PROGRAMS,
-        "COMPILED": x.is_cuda, "enable_fp_fusion": False, **pdl_options(x),
-    }
+def _options(x: torch.Tensor, peers: Peers, algorithm: Algorithm, tile: int) -> dict[str, Any]:
+    shape = CallShape(peers.size, *algorithm, tile, SIGNAL_BYTES, peers.mailbox_bytes, peers.stage_bytes, MAX_PROGRAMS,
+                      x.is_cuda)
+    return {"C": constants(shape), "enable_fp_fusion": False, **pdl_options(x)}
 
 
 @jit(varying_ints=("rank",))
 def _all_reduce_kernel(
-    x, out, buffers, epochs, abort, rank, numel, share,
-    SIZE: tl.constexpr, SHOTS: tl.constexpr, POSTED: tl.constexpr, TILE: tl.constexpr, DATA: tl.constexpr,
-    MAILBOX: tl.constexpr, STAGE: tl.constexpr, MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+    x, out, buffers, epochs, abort, rank, numel, share, C: tl.constexpr, PDL: tl.constexpr,
 ):
     after_previous_kernel(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     epoch = begin_call(epochs)
-    stage, gathered = _memory(epoch, POSTED, DATA, MAILBOX, STAGE)
+    stage, gathered = _memory(epoch, C)
     begin = tl.program_id(0) * share
     end = tl.minimum(begin + share, numel)
-    own = buffer_of(buffers, rank, SIZE)
-    _push(x, buffers, own, stage, rank, begin, end, numel, SHOTS, POSTED, SIZE, TILE)
-    _meet(
-        buffers, own, stage, gathered, abort, rank, epoch, begin, end, dtype, SHOTS, POSTED, SIZE, TILE, MAX_PROGRAMS,
-        COMPILED,
-    )
-    for start in range(begin, end, TILE):
-        index = start + tl.arange(0, TILE)
+    own = buffer_of(buffers, rank, C)
+    _push(x, buffers, own, stage, rank, begin, end, numel, C)
+    _exchange(buffers, own, stage, gathered, abort, rank, epoch, begin, end, dtype, C)
+    for start in range(begin, end, C.tile):
+        index = start + tl.arange(0, C.tile)
         inside = index < end
-        total = _sum_at(
-            buffers, own, stage, gathered, abort, index, inside, numel, dtype, SHOTS, POSTED, SIZE, COMPILED
-        )
+        total = _sum_at(buffers, own, stage, gathered, abort, index, inside, numel, dtype, C)
         tl.store(out + index, total, mask=inside)
-    end_call(epochs, epoch, MAX_PROGRAMS)
+    end_call(epochs, epoch, C)
 
 
 @jit(varying_ints=("rank", "num_rows", "rows", "vectors"))
 def _all_reduce_add_rms_norm_kernel(
     x, residual, weight, normed, summed, buffers, epochs, abort, rank, num_rows, rows, vectors, residual_stride, eps,
-    HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SIZE: tl.constexpr, SHOTS: tl.constexpr,
-    POSTED: tl.constexpr, TILE: tl.constexpr, DATA: tl.constexpr, MAILBOX: tl.constexpr, STAGE: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
         prefetch_vector(weight, WIDTH * weight.dtype.element_ty.primitive_bitwidth // 8)
     after_previous_kernel(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     epoch = begin_call(epochs)
-    stage, gathered = _memory(epoch, POSTED, DATA, MAILBOX, STAGE)
+    stage, gathered = _memory(epoch, C)
     numel = num_rows * WIDTH
     share = vectors * (128 // dtype.primitive_bitwidth)
     begin = tl.program_id(0) * share
     end = tl.minimum(begin + share, numel)
-    own = buffer_of(buffers, rank, SIZE)
-    _push(x, buffers, own, stage, rank, begin, end, numel, SHOTS, POSTED, SIZE, TILE)
+    own = buffer_of(buffers, rank, C)
+    _push(x, buffers, own, stage, rank, begin, end, numel, C)
     column = tl.arange(0, WIDTH_PAD)
     inside = column < WIDTH
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    _meet(
-        buffers, own, stage, gathered, abort, rank, epoch, begin, end, dtype, SHOTS, POSTED, SIZE, TILE, MAX_PROGRAMS,
-        COMPILED,
-    )
+    _exchange(buffers, own, stage, gathered, abort, rank, epoch, begin, end, dtype, C)
     first = tl.program_id(0) * rows
     residual += first.to(tl.int64) * residual_stride
     for row in range(first, tl.minimum(first + rows, num_rows)):
@@ -248,9 +225,7 @@ def _all_reduce_add_rms_norm_kernel(
         if HAS_RESIDUAL:
             before = tl.load(residual + column, mask=inside, other=0.0).to(tl.float32)
             residual += residual_stride
-        rounded = _sum_at(
-            buffers, own, stage, gathered, abort, index, inside, numel, dtype, SHOTS, POSTED, SIZE, COMPILED
-        )
+        rounded = _sum_at(buffers, own, stage, gathered, abort, index, inside, numel, dtype, C)
         hidden = rounded.to(tl.float32)
         if HAS_RESIDUAL:
             hidden += before
@@ -258,62 +233,52 @@ def _all_reduce_add_rms_norm_kernel(
             hidden = rounded.to(tl.float32)
         tl.store(summed + index, rounded, mask=inside)
         tl.store(normed + index, normed_row(hidden, scale, eps, dtype, dtype, WIDTH), mask=inside)
-    end_call(epochs, epoch, MAX_PROGRAMS)
+    end_call(epochs, epoch, C)
 
 
 @jit()
-def _memory(epoch, POSTED: tl.constexpr, DATA: tl.constexpr, MAILBOX: tl.constexpr, STAGE: tl.constexpr):
-    """Where in a buffer this call stores inputs, and sums."""
-    if POSTED:
-        stage = DATA + (epoch % 2) * MAILBOX
-        gathered = stage + MAILBOX // 2
+def _memory(epoch, C: tl.constexpr):
+    """Return the offsets in a buffer at which this call stores inputs, and sums."""
+    if C.posted:
+        stage = C.data + (epoch % 2) * C.mailbox
+        gathered = stage + C.mailbox // 2
     else:
-        stage = DATA + 2 * MAILBOX + (epoch % 2) * STAGE
-        gathered = epoch * 0 + (DATA + 2 * MAILBOX + 2 * STAGE)
+        stage = C.data + 2 * C.mailbox + (epoch % 2) * C.stage
+        gathered = epoch * 0 + (C.data + 2 * C.mailbox + 2 * C.stage)
     return stage, gathered
 
 
 @jit()
-def _push(
-    x, buffers, own, stage, rank, begin, end, numel,
-    SHOTS: tl.constexpr, POSTED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-):
-    """Bring ``x[begin:end]`` to where others find it."""
-    if SHOTS == 2:
-        push_parts(x, buffers, stage, rank, begin, end, POSTED, SIZE, TILE)
-    elif POSTED:
-        post_whole(x, buffers, stage, rank, begin, end, numel, SIZE, TILE)
+def _push(x, buffers, own, stage, rank, begin, end, numel, C: tl.constexpr):
+    """Store ``x[begin:end]`` into the memory from which other ranks read it."""
+    if C.shots == 2:
+        push_parts(x, buffers, stage, rank, begin, end, C)
+    elif C.posted:
+        post_whole(x, buffers, stage, rank, begin, end, numel, C)
     else:
-        copy_flat(x, region(own, stage, x.dtype.element_ty), begin, end, TILE)
+        copy_flat(x, region(own, stage, x.dtype.element_ty), begin, end, C.tile)
 
 
 @jit()
-def _meet(
-    buffers, own, stage, gathered, abort, rank, epoch, begin, end,
-    dtype: tl.constexpr, SHOTS: tl.constexpr, POSTED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-    MAX_PROGRAMS: tl.constexpr, COMPILED: tl.constexpr,
-):
-    """From here on `_sum_at` finds ``[begin, end)``."""
-    if COMPILED and not POSTED:
-        wait_for_peers(buffers, abort, rank, epoch, 0, SIZE, MAX_PROGRAMS)
-    if SHOTS == 2:
-        sum_and_push_parts(buffers, own, stage, gathered, rank, begin, end, abort, dtype, POSTED, SIZE, TILE, COMPILED)
-        if COMPILED and not POSTED:
-            wait_for_peers(buffers, abort, rank, epoch, 1, SIZE, MAX_PROGRAMS)
+def _exchange(buffers, own, stage, gathered, abort, rank, epoch, begin, end, dtype: tl.constexpr, C: tl.constexpr):
+    """Wait for the peers' inputs of ``[begin, end)``, in two shots also for their sums; then `_sum_at` may read."""
+    if C.compiled and not C.posted:
+        wait_for_peers(buffers, abort, rank, epoch, 0, C)
+    if C.shots == 2:
+        sum_and_push_parts(buffers, own, stage, gathered, rank, begin, end, abort, dtype, C)
+        if C.compiled and not C.posted:
+            wait_for_peers(buffers, abort, rank, epoch, 1, C)
 
 
 @jit()
-def _sum_at(
-    buffers, own, stage, gathered, abort, index, inside, numel,
-    dtype: tl.constexpr, SHOTS: tl.constexpr, POSTED: tl.constexpr, SIZE: tl.constexpr, COMPILED: tl.constexpr,
-):
-    """The sum over ranks at `index`, rounded; once only where it is posted."""
-    if SHOTS == 2:
-        total = gathered_at(own, gathered, index, inside, abort, dtype, POSTED, COMPILED)
-    elif POSTED:
-        total = sum_of_posted(own, stage, numel, index, inside, abort, dtype, SIZE, COMPILED)
+def _sum_at(buffers, own, stage, gathered, abort, index, inside, numel, dtype: tl.constexpr, C: tl.constexpr):
+    """Return the sum over ranks at `index`, rounded. Where values are posted it can be read once only."""
+    if C.shots == 2:
+        total = gathered_at(own, gathered, index, inside, abort, dtype, C)
+    elif C.posted:
+        total = sum_of_posted(own, stage, numel, index, inside, abort, dtype, C)
     else:
-        total = sum_of_stages(buffers, stage, index, inside, dtype, SIZE)
+        total = sum_of_stages(buffers, stage, index, inside, dtype, C)
     return total
 
 

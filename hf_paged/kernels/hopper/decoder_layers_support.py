@@ -1,4 +1,4 @@
-"""Where all layers of a decoder can run in one launch, and of which models; the kernel is imported only there."""
+"""Devices and models for which all layers of a decoder run in one launch; the kernel is only imported there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hf_paged.device.cuda import num_multiprocessors, shared_memory
-from hf_paged.kernels import gluon_support
+from hf_paged.kernels import hopper
 from hf_paged.kernels.hopper.decoder_layers.shape import HEAD_DIM, PROGRAMS, ROWS, SHARED_BYTES
 
 logger = logging.getLogger(__name__)
@@ -36,20 +36,20 @@ class Decoder(NamedTuple):
     scale: float
 
     def key(self) -> tuple:
-        """Other wherever a tensor lies elsewhere, or is another."""
+        """Return a key that differs if a tensor is another one or has moved."""
         tensors = [self.final_norm, *(tensor for layer in self.layers for tensor in layer)]
         places = (None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors)
         return self.eps, self.scale, *places
 
 
 def why_not_on(device: torch.device) -> str | None:
-    """Why the kernel cannot run on `device`; None where it can."""
+    """Return why the kernel cannot run on `device`, or None."""
     return _refused.get(device) or _why_not_on(device)
 
 
 @lru_cache(maxsize=64)
 def _why_not_on(device: torch.device) -> str | None:
-    return gluon_support.why_not_on(device, partial(_refusal, device))
+    return hopper.why_not_on(device, partial(_refusal, device))
 
 
 def _refusal(device: torch.device, major: int, minor: int) -> str | None:
@@ -63,7 +63,7 @@ def _refusal(device: torch.device, major: int, minor: int) -> str | None:
 
 
 def refuse(device: torch.device, error: Exception) -> None:
-    """From now on the kernel does not run on `device`, where it failed to compile or to start."""
+    """Exclude `device`, on which the kernel failed to compile or to start, from now on."""
     if device not in _refused:
         logger.warning("hf_paged: steps of few rows run layer by layer on %s, since the kernel for all layers failed: "
                        "%r", device, error)
@@ -71,7 +71,7 @@ def refuse(device: torch.device, error: Exception) -> None:
 
 
 def pays_off(rows: int, lengths: np.ndarray) -> bool:
-    """Does one launch take less time than many where so many rows, some of them padding, follow these positions?
+    """Return whether one launch takes less time than many for these rows (some are padding) and their positions.
 
     Programs are shared out among rows evenly, however long these are, and the longest row's are the last to end.
     """
@@ -79,14 +79,14 @@ def pays_off(rows: int, lengths: np.ndarray) -> bool:
 
 
 def why_not_of(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the kernel does not compute in this dtype, with heads of this size; None where it does."""
+    """Return why the kernel does not compute in this dtype, with heads of this size, or None."""
     if dtype == torch.bfloat16 and head_dim == HEAD_DIM:
         return None
     return f"takes torch.bfloat16 and a head_dim of {HEAD_DIM}, not {dtype} and {head_dim}"
 
 
 def are_alike(decoder: Decoder) -> bool:
-    """Do the shapes go together, and are they every layer's, as the kernel takes for granted?"""
+    """Return whether the shapes fit each other and are the same in all layers, as the kernel requires."""
     qkv, o, gate_up, down, keys, values, *norms, q_norm, k_norm = _shapes(decoder.layers[0])
     if len(set(map(_shapes, decoder.layers))) > 1 or down is None or o is None or keys is None:
         return False
@@ -102,7 +102,7 @@ def _shapes(layer: tuple[torch.Tensor | None, ...]) -> tuple[tuple[int, ...] | N
 
 
 def plan_of(decoder: Decoder, rows: int) -> Any:
-    """A `LayersPlan` of steps of so many rows, which allocates and copies to the device.
+    """Make a `LayersPlan` of steps of so many rows, which allocates and copies to the device.
 
     Raises:
         ValueError: the kernel does not take these layers, or not for so many rows.
@@ -118,5 +118,5 @@ def plan_of(decoder: Decoder, rows: int) -> Any:
 
 
 def own_tensors(plan: Any) -> Sequence[torch.Tensor]:
-    """What a plan has allocated, and a launch reads: a graph that holds the launch keeps them, and no weight."""
+    """Return the tensors that a plan has allocated: a graph of the launch keeps these alive, and no weight."""
     return [value for value in vars(plan).values() if type(value) is torch.Tensor and value is not plan.final_norm]

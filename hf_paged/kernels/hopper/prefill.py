@@ -24,11 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hf_paged.device.cuda import num_multiprocessors
-from hf_paged.kernels._gluon import barrier, load_box, reinterpret
 from hf_paged.kernels._triton import next_power_of_2, on_device_of
-from hf_paged.kernels.attention._launch import score_numbers
+from hf_paged.kernels.attention._tile import score_numbers
 from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, TileQueue, positively_scaled
 from hf_paged.kernels.build.compiling import noted
+from hf_paged.kernels.hopper._gluon import barrier, load_box, reinterpret
 from hf_paged.kernels.hopper.prefill_support import BLOCK_M, POSITIONS, packed_heads
 
 _BLOCK_M = gl.constexpr(BLOCK_M)
@@ -274,7 +274,7 @@ def _load_keys(q, k_cache, rows, ring, handover, S: gl.constexpr):
 
 @gluon.jit
 def _taken(handover, tiles, layout: gl.constexpr):
-    """The place of the tiles-th tile; whoever reads it does so once."""
+    """Return the place of the tiles-th tile, to be read once."""
     mbarrier.wait(handover.place_full.index(tiles % 2), tiles // 2 & 1)
     place = handover.places.index(tiles % 2).load(layout)
     mbarrier.arrive(handover.place_empty.index(tiles % 2), count=1)
@@ -375,7 +375,7 @@ def _weigh(score, top, total, position, start, window, scale_log2, softcap_log2,
 def _ordered(total):
     """Whatever waits next waits until the sums are known; ptxas would move the wait ahead of the softmax.
 
-    A sum is never negative, so nobody sleeps.
+    A sum is never negative, so no program sleeps.
     """
     return gl.inline_asm_elementwise(
         """{ .reg .pred p; .reg .f32 t;
@@ -593,7 +593,7 @@ def paged_attention_hopper(
     out: torch.Tensor | None = None,
     config: HopperConfig | None = None,
 ) -> torch.Tensor:
-    """:func:`~hf_paged.attention.paged_attention.paged_attention` for what `prefill_support.takes`, one launch.
+    """:func:`~hf_paged.attention.registry.paged_attention` for what `prefill_support.takes`, one launch.
 
     Args:
         out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.

@@ -1,4 +1,4 @@
-"""Where the prefill kernel for Hopper runs, and which calls it takes; the kernel is imported only there."""
+"""Devices on which the prefill kernel for Hopper runs, and calls that it takes; the kernel is only imported there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from hf_paged.kernels import gluon_support
+from hf_paged.kernels import hopper
 from hf_paged.kernels.attention.types import PagedMetadata
 
 # Largest head size at which it was timed (benchmarks/prefill_tuning.py). It is right up to 256.
@@ -27,8 +27,8 @@ def tile_tokens(group: int) -> int:
 
 @lru_cache(maxsize=64)
 def why_not_on(device: torch.device) -> str | None:
-    """Why the kernel cannot run on `device`; None where it can."""
-    return gluon_support.why_not_on(device, _refusal)
+    """Return why the kernel cannot run on `device`, or None."""
+    return hopper.why_not_on(device, _refusal)
 
 
 def _refusal(major: int, minor: int) -> str | None:
@@ -36,7 +36,7 @@ def _refusal(major: int, minor: int) -> str | None:
 
 
 def why_not_of(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Why the kernel cannot compute a model's attention; None where it can."""
+    """Return why the kernel cannot compute a model's attention, or None."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"takes fp16 and bf16, not {dtype}"
     if not 64 <= head_dim <= 256 or head_dim % 8:
@@ -47,12 +47,12 @@ def why_not_of(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None
 
 
 def takes_rows(dtype: torch.dtype, head_dim: int, max_query_len: int, group: int) -> bool:
-    """Does the kernel take rows of up to as many new tokens, of a model whose tensors lie as they should?"""
+    """Return whether the kernel takes rows of up to that many new tokens, if the tensors are aligned."""
     return why_not_of(dtype, head_dim, 16) is None and max_query_len >= tile_tokens(group)
 
 
 def takes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata) -> bool:
-    """Can the kernel compute this call where it runs, and do rows fill its tiles?"""
+    """Return whether the kernel can compute this call, and the rows fill its tiles."""
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
     return (
         why_not_of(q.dtype, head_dim, block_size) is None

@@ -41,31 +41,13 @@ def _dot_rows(x, w, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.const
 
 @jit(varying_ints=("num_rows",))
 def _gemv_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    num_rows,
-    N,
-    K,
-    x_stride,
-    weight_stride,
-    SILU: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    EVEN_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    UNROLL: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    x, weight, bias, out, num_rows, N, K, x_stride, weight_stride, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, EVEN_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """out [num_rows, N]. SILU: weight has 2 * N rows, gates then ups.
 
-    A thread holds eight neighbouring columns of x and of every weight row, in 16-byte loads, and no one else's.
+    A thread holds eight neighbouring columns of x and of every weight row, in 16-byte loads, and no other ones.
     """
     n_begin = tl.program_id(0) * BLOCK_N
     first_row = weight + n_begin.to(tl.int64) * weight_stride
@@ -117,14 +99,9 @@ def _gemv_kernel(
 
 
 def gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    config: GemvConfig,
-    *,
-    silu: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: GemvConfig, *, silu: bool = False,
 ) -> torch.Tensor:
-    """One launch: ``[T, N]``, T at most MAX_ROWS. `silu`: ``[T, N / 2]``, block_n gates and as many ups a program."""
+    """Return the product [T, N], T at most MAX_ROWS; `silu`: [T, N / 2], by block_n gates and their ups a program."""
     require_triton()
     (num_rows, width), num_outputs = x.shape, len(weight) // (1 + silu)
     if num_rows > MAX_ROWS:
@@ -136,26 +113,9 @@ def gemv(
     rows = next_power_of_2(num_rows)
     with on_device_of(x):
         _gemv_kernel[(cdiv(num_outputs, config.block_n),)](
-            x,
-            weight,
-            bias,
-            out,
-            num_rows,
-            num_outputs,
-            width,
-            x.stride(0),
-            weight.stride(0),
-            SILU=silu,
-            HAS_BIAS=bias is not None,
-            ROWS=rows,
-            EVEN_ROWS=rows == num_rows,
-            BLOCK_N=config.block_n,
-            BLOCK_K=block_k,
-            EVEN_N=num_outputs % config.block_n == 0,
-            EVEN_K=width % block_k == 0,
-            UNROLL=config.unroll,
-            INTERPRETED=triton.knobs.runtime.interpret,
-            num_warps=config.num_warps,
-            **prefetch_options(weight),
+            x, weight, bias, out, num_rows, num_outputs, width, x.stride(0), weight.stride(0), SILU=silu,
+            HAS_BIAS=bias is not None, ROWS=rows, EVEN_ROWS=rows == num_rows, BLOCK_N=config.block_n, BLOCK_K=block_k,
+            EVEN_N=num_outputs % config.block_n == 0, EVEN_K=width % block_k == 0, UNROLL=config.unroll,
+            INTERPRETED=triton.knobs.runtime.interpret, num_warps=config.num_warps, **prefetch_options(weight),
         )
     return out

@@ -1,11 +1,14 @@
 # mypy: disallow-untyped-defs=False
-"""Residual add and RMSNorm in one pass, each value rounded where transformers' modules round it."""
+"""Residual add and RMSNorm in one pass, each value rounded where transformers' modules round it.
+
+A product whose columns several programs shared is added up in the same pass.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._checks import checked
+from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
@@ -16,6 +19,7 @@ from hf_paged.kernels._triton import (
     require_triton,
     tl,
 )
+from hf_paged.kernels.layer.linear import joined_reference
 
 _MANY_ROWS = 512
 
@@ -25,6 +29,9 @@ def check_norm(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Raise ValueError for tensors that are not as :func:`add_rms_norm` says."""
+    if x.dim() == 3:
+        _check_parts(x, residual, weight, dtype)
+        return
     if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
         raise ValueError(f"x must be [T, H] and weight [H], H > 0, got {tuple(x.shape)} and {tuple(weight.shape)}")
     if residual is not None and residual.shape != x.shape:
@@ -38,6 +45,17 @@ def check_norm(
         raise ValueError("the last dim of x, residual and weight must be contiguous")
 
 
+def _check_parts(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
+                 dtype: torch.dtype | None) -> None:
+    if residual is None or dtype is not None:
+        raise ValueError("x in parts: expected a residual, and no dtype besides the residual's")
+    check_tensors(
+        Expected("x in parts", x, (None, None, None), torch.float32, contiguous=True),
+        Expected("residual", residual, tuple(x.shape[1:]), residual.dtype),
+        Expected("weight", weight, tuple(x.shape[2:]), residual.dtype),
+    )
+
+
 def add_rms_norm_unchecked(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
     dtype: torch.dtype | None = None,
@@ -45,9 +63,11 @@ def add_rms_norm_unchecked(
     """``summed = residual + x`` and ``normed = RMSNorm(summed)``, as (normed, summed).
 
     Args:
-        x: ``[T, H]``; rows may be strided, the last dim is contiguous.
-        residual: as x, rows strided on their own; None: nothing is added and ``summed`` is x itself.
-        weight: ``[H]``, x's dtype.
+        x: ``[T, H]``; rows may be strided, the last dim is contiguous. Or a product in parts, float32 ``[S, T, H]``,
+            contiguous, see :func:`~hf_paged.kernels.layer.linear.linear_parts`, which takes a residual: parts are added
+            up in order and rounded once, to the residual's dtype.
+        residual: ``[T, H]``, rows strided on their own; None: nothing is added and ``summed`` is x itself.
+        weight: ``[H]``, x's dtype, or the residual's for parts.
         eps: added to the mean square.
         dtype: None: all tensors have one dtype, which the results have, too. Else the three may be of any of float32,
             float16 and bfloat16, and what modules of torch would give by promotion is at last rounded to it in
@@ -62,7 +82,7 @@ def add_rms_norm_unchecked(
     """
     if x.is_cuda:
         return add_rms_norm_triton(x, residual, weight, eps, dtype)
-    if dtype is not None:
+    if dtype is not None or x.dim() == 3:
         return add_rms_norm_reference(x, residual, weight, eps, dtype)
     summed = x if residual is None else residual + x
     return rms_norm_host(summed, weight, eps), summed
@@ -76,6 +96,7 @@ def add_rms_norm_reference(
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`add_rms_norm` in plain torch."""
+    x = x if residual is None else joined_reference(x, residual.dtype)
     summed = x if residual is None else residual + x
     normed = rms_norm_reference(summed, weight, eps)
     return normed if dtype is None else normed.to(dtype), summed
@@ -108,20 +129,10 @@ def normed_row(hidden, scale, eps, dtype: tl.constexpr, product: tl.constexpr, W
 
 @jit()
 def _add_rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    normed,
-    summed,
-    eps,
-    x_stride,
-    residual_stride,
-    HAS_RESIDUAL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    x, residual, weight, normed, summed, eps, part_stride, x_stride, residual_stride, PARTS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):
+    """A program has a row of x; PARTS: x has so many parts of it, else 0."""
     if PREFETCH:
         prefetch_vector(weight, WIDTH * weight.dtype.element_ty.primitive_bitwidth // 8)
     after_previous_kernel(PDL)
@@ -130,11 +141,18 @@ def _add_rms_norm_kernel(
     inside = column < WIDTH
     dtype: tl.constexpr = summed.dtype.element_ty
     product: tl.constexpr = dtype if weight.dtype.element_ty == dtype else tl.float32
-    hidden = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    hidden = tl.zeros([WIDTH_PAD], tl.float32)
+    if PARTS == 0:
+        hidden = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        hidden += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = hidden.to(dtype)
+        before = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        hidden += tl.load(x + part * part_stride.to(tl.int64) + row * WIDTH + column, mask=inside, other=0.0)
+    if PARTS > 0:
+        hidden = hidden.to(dtype).to(tl.float32)
+    if HAS_RESIDUAL:
+        rounded = (hidden + before).to(dtype)
         tl.store(summed + row * WIDTH + column, rounded, mask=inside)
         hidden = rounded.to(tl.float32)
     result = normed_row(hidden, scale, eps, dtype, product, WIDTH).to(normed.dtype.element_ty)
@@ -147,13 +165,12 @@ def add_rms_norm_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`add_rms_norm` as one Triton launch, a program per row."""
     require_triton()
-    num_rows, width = x.shape
-    normed = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    (num_rows, width), in_parts = x.shape[-2:], x.dim() == 3
     if residual is None:
-        summed = x
+        normed, summed = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device), x
     else:
-        common = x.dtype if dtype is None else torch.promote_types(x.dtype, residual.dtype)
-        summed = torch.empty(x.shape, dtype=common, device=x.device)
+        common = residual.dtype if in_parts or dtype is None else torch.promote_types(x.dtype, residual.dtype)
+        normed, summed = (torch.empty(num_rows, width, dtype=d, device=x.device) for d in (dtype or common, common))
     if num_rows == 0:
         return normed, summed
     width_pad = next_power_of_2(width)
@@ -166,8 +183,10 @@ def add_rms_norm_triton(
             normed,
             summed,
             eps,
-            x.stride(0),
+            x.stride(0) if in_parts else None,
+            None if in_parts else x.stride(0),
             0 if residual is None else residual.stride(0),
+            PARTS=len(x) if in_parts else 0,
             HAS_RESIDUAL=residual is not None,
             WIDTH=width,
             WIDTH_PAD=width_pad,

@@ -1,4 +1,4 @@
-"""x @ weight.T for few rows of x, where reading the weight once at full bandwidth is all there is to do.
+"""Products x @ weight.T of few rows of x, whose time is that of reading the weight once.
 
 Alone, or with the silu(gate) * up that comes after it.
 """
@@ -12,9 +12,8 @@ import torch.nn.functional as F
 
 from hf_paged.device.cuda import compute_capability, shared_memory
 from hf_paged.kernels._triton import triton
-from hf_paged.kernels.layer._gate_up_silu import dot_silu
 from hf_paged.kernels.layer._gemv import GemvConfig, gemv
-from hf_paged.kernels.layer._splitk_linear import DotConfig, dot_linear, dot_parts, joined_dot_parts
+from hf_paged.kernels.layer._splitk_linear import DotConfig, dot_linear, dot_parts, dot_silu, joined_dot_parts
 from hf_paged.kernels.layer.silu_mul import silu_mul_unchecked
 
 # Shared memory a block must be allowed for the tiles below, which take up to 96 KiB: with 99 KiB (sm_86, sm_89, sm_120)
@@ -80,7 +79,7 @@ def linear_parts_unchecked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
 
 
 def joined(product: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What :func:`linear` gives in `dtype`, of what :func:`linear_parts` gave."""
+    """Return what :func:`linear` returns in `dtype`, from the result of :func:`linear_parts`."""
     if product.is_cuda and product.dim() == 3:
         return joined_dot_parts(product, None, dtype)
     return joined_reference(product, dtype)
@@ -97,7 +96,7 @@ def joined_reference(product: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def makes_parts(device: torch.device) -> bool:
-    """May :func:`linear_parts` give sums over parts of the columns there?"""
+    """Return whether :func:`linear_parts` may return sums over parts of the columns on a device."""
     return device.type == "cuda"
 
 
@@ -132,7 +131,7 @@ def linear_silu_mul_triton(
 
 
 def choose_config(x: torch.Tensor, weight: torch.Tensor) -> GemvConfig | DotConfig | None:
-    """What is fastest for these tensors; None: torch's own."""
+    """Return the fastest configuration for these tensors; None if torch's own product is."""
     if triton is None or not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
         return None
     if x.stride(1) != 1 or weight.stride(1) != 1 or len(x) == 0:
@@ -142,7 +141,10 @@ def choose_config(x: torch.Tensor, weight: torch.Tensor) -> GemvConfig | DotConf
 
 
 def fastest_config(rows: int, outputs: int, width: int) -> GemvConfig | DotConfig | None:
-    """What an H200 wants for x [rows, width] and a weight [outputs, width] (linear_tuning.py); None: cuBLAS."""
+    """Return the fastest configuration on an H200 for x [rows, width] and a weight [outputs, width]; None for cuBLAS.
+
+    Measured by `benchmarks/linear_tuning.py`.
+    """
     if rows == 1:
         # Some 8 KiB of the weight a program.
         return GemvConfig(4 if width < 2048 else 2 if width < 4096 else 1, 4, 2)
@@ -167,7 +169,7 @@ def fastest_config(rows: int, outputs: int, width: int) -> GemvConfig | DotConfi
 
 @lru_cache(maxsize=64)
 def _shared_memory(device: torch.device) -> int:
-    """Bytes a block may have; 0 where the kernels do not run (before Ampere, AMD)."""
+    """Return the shared memory of a block in bytes; 0 if the kernels do not run (before Ampere, AMD)."""
     if (compute_capability(device) or (0, 0)) < (8, 0):
         return 0
     return max(1, shared_memory(device))

@@ -95,14 +95,7 @@ def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     tile = min(1024, next_power_of_2(width))
     with on_device_of(gate_up):
         _silu_mul_kernel[(num_rows, cdiv(width, tile))](
-            gate_up,
-            out,
-            gate_up.stride(0),
-            WIDTH=width,
-            TILE=tile,
-            INTERPRETED=triton.knobs.runtime.interpret,
-            num_warps=4,
-            enable_fp_fusion=False,
-            **pdl_options(gate_up),
+            gate_up, out, gate_up.stride(0), WIDTH=width, TILE=tile, INTERPRETED=triton.knobs.runtime.interpret,
+            num_warps=4, enable_fp_fusion=False, **pdl_options(gate_up),
         )
     return out

@@ -11,9 +11,11 @@ from hf_paged.kernels._triton import cdiv, jit, next_power_of_2, on_device_of, r
 
 def _check(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
            slot_mapping: torch.Tensor) -> None:
-    if not key.shape == value.shape == (slot_mapping.numel(), *k_cache.shape[2:]) or k_cache.shape != v_cache.shape:
+    num_tokens, alike = slot_mapping.numel(), k_cache.shape[:3] == v_cache.shape[:3]
+    fit = (key.shape, value.shape) == ((num_tokens, *k_cache.shape[2:]), (num_tokens, *v_cache.shape[2:]))
+    if not (fit and alike):
         raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, Hkv, D] for {slot_mapping.numel()} "
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, Hkv, D] for {num_tokens} "
             f"slots and caches [num_blocks, block_size, Hkv, D], got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
     if not key.dtype == value.dtype == k_cache.dtype == v_cache.dtype:
@@ -34,14 +36,14 @@ def store_kv_unchecked(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Te
     Args:
         key, value: ``[T, Hkv, D]``, the caches' dtype; the first two dims may be strided, the last is contiguous.
         k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, contiguous; slot s is block
-            ``s // block_size``, offset ``s % block_size``.
+            ``s // block_size``, offset ``s % block_size``. Values may be of another width than keys.
         slot_mapping: ``[T]`` int64; -1 writes nothing. Two tokens with one slot: either may win.
 
     Raises:
         ValueError: from the checked op, shapes, dtypes or strides that are not as above. Slots are not checked (that
             would wait).
     """
-    if key.is_cuda:
+    if key.is_cuda and key.shape == value.shape:  # the kernel writes both as one
         store_kv_triton(key, value, k_cache, v_cache, slot_mapping)
     else:
         store_kv_reference(key, value, k_cache, v_cache, slot_mapping)
@@ -62,18 +64,8 @@ def store_kv_reference(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Te
 
 @jit(varying_pointers=("slot_mapping",))
 def _store_kv_kernel(
-    key,
-    value,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    key, value, k_cache, v_cache, slot_mapping, k_stride_t, k_stride_h, v_stride_t, v_stride_h, WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -99,17 +91,6 @@ def store_kv_triton(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tenso
     tile = min(1024, next_power_of_2(width))
     with on_device_of(key):
         _store_kv_kernel[(num_tokens, cdiv(width, tile))](
-            key,
-            value,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
-            WIDTH=width,
-            HEAD_DIM=head_dim,
-            TILE=tile,
-            num_warps=4,
+            key, value, k_cache, v_cache, slot_mapping, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            WIDTH=width, HEAD_DIM=head_dim, TILE=tile, num_warps=4,
         )

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""What `lora_shrink` made, times b.T, added to the layers' product; alone or with the silu(gate) * up behind it."""
+"""The result of `lora_shrink` times b.T, added to the layers' product; alone or with silu(gate) * up behind it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._triton import after_previous_kernel, cdiv, jit, on_device_of, require_triton, tl, triton
+from hf_paged.kernels._checks import checked
+from hf_paged.kernels._triton import (
+    after_previous_kernel,
+    cdiv,
+    constants,
+    jit,
+    on_device_of,
+    require_triton,
+    tl,
+    triton,
+)
 from hf_paged.kernels.layer.silu_mul import silu_mul_reference, silu_mul_tile, silu_mul_unchecked
 from hf_paged.kernels.lora._lora_tile import (
     add_bias,
     add_delta,
     columns_of,
+    early_options,
+    member_arguments,
     places_of,
     precision_of,
     prefetch_b,
     prefetches,
     rows_of_tile,
+    shape_of,
     shrink_chunk,
     store_shrunk,
-    table_options,
     tiles_of_rows,
 )
 from hf_paged.kernels.lora.lora_order import MANY_ROWS, RowOrder, tile_of
@@ -32,7 +44,7 @@ _MOST_FOLLOWED_ROWS = MANY_ROWS - 1
 
 
 class Delta(NamedTuple):
-    """What LoRA has still to add to a product: the arguments of `lora_expand` behind it."""
+    """The part of LoRA that is still to be added to a product: the further arguments of `lora_expand`."""
 
     sums: torch.Tensor
     table: LoraTable
@@ -48,7 +60,19 @@ class ExpandConfig(NamedTuple):
     num_warps: int
 
 
-def lora_expand(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
+def _check(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order: RowOrder | None) -> None:
+    last = max(first + size for first, size in table.columns)
+    if product.dim() != 2 or product.stride(1) != 1 or product.shape[1] < last:
+        raise ValueError(f"product must be [T, N] with contiguous rows, N at least {last}, got {tuple(product.shape)} "
+                         f"with strides {product.stride()}")
+    wanted = len(product), table.num_parts, table.num_members, table.rank
+    if shrunk.dtype != torch.float32 or shrunk.shape[1:] != wanted or not shrunk.is_contiguous():
+        raise ValueError(f"shrunk must be contiguous float32 [splits, {', '.join(map(str, wanted))}], "
+                         f"got {shrunk.dtype} {tuple(shrunk.shape)}")
+    check_order(order, len(product))
+
+
+def lora_expand_unchecked(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
                 order: RowOrder | None) -> torch.Tensor:
     """``product + shrunk @ b.T + bias * scaling``, in place, added up in float32 and rounded once.
 
@@ -62,18 +86,14 @@ def lora_expand(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
         ``product``.
 
     Raises:
-        ValueError: shapes or dtypes that are not as above.
+        ValueError: from the checked op, shapes or dtypes that are not as above.
     """
-    _check(product, shrunk, table, order)
-    return lora_expand_unchecked(product, shrunk, table, order)
-
-
-def lora_expand_unchecked(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
-                          order: RowOrder | None) -> torch.Tensor:
-    """:func:`lora_expand` for tensors that are known to be as it says."""
     if not product.is_cuda:
         return lora_expand_reference(product, shrunk, table, order)
     return lora_expand_triton(product, shrunk, table, order, expand_config(product, table, order))
+
+
+lora_expand = checked(_check, lora_expand_unchecked)
 
 
 def lora_expand_reference(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
@@ -116,7 +136,7 @@ def lora_expand_silu_mul_unchecked(
 
 
 def _can_follow(product: torch.Tensor, table: LoraTable, following: LoraTable, config: ExpandConfig) -> bool:
-    """Are the rows, the partial sums, one a tile of columns, and the ranks few, and the adapters of one type?"""
+    """Return whether rows, partial sums (one a tile of columns) and ranks are few, and the adapters of one dtype."""
     few = len(product) <= _MOST_FOLLOWED_ROWS and following.num_slots * following.rank <= 64
     alike = (table.dtype, table.compute_dtype) == (following.dtype, following.compute_dtype)
     return few and alike and product.shape[1] // 2 <= _MOST_PARTIALS * config.block_n
@@ -124,71 +144,33 @@ def _can_follow(product: torch.Tensor, table: LoraTable, following: LoraTable, c
 
 @jit(varying_ints=("num_rows",))
 def _expand_kernel(
-    product,
-    shrunk,
-    places,
-    scales,
-    rows,
-    tile_entries,
-    out,
-    next_places,
-    next_scales,
-    next_out,
-    num_rows,
-    first_0,
-    first_1,
-    first_2,
-    size_0,
-    size_1,
-    size_2,
-    product_stride,
-    out_stride,
-    HAS_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    RANK_DIVISOR: tl.constexpr,
-    KIND: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    LOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SILU: tl.constexpr,
-    NEXT_SLOTS: tl.constexpr,
-    NEXT_RANK: tl.constexpr,
-    NEXT_COLUMNS: tl.constexpr,
-    NEXT_ALIGNED: tl.constexpr,
-    X_IS_EXACT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    NEXT_TILES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    product, shrunk, places, scales, rows, tile_entries, out, next_places, next_scales, next_out, num_rows, first_0,
+    first_1, first_2, size_0, size_1, size_2, product_stride, out_stride, HAS_ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    SILU: tl.constexpr, HAS_NEXT: tl.constexpr, NEXT_COLUMNS: tl.constexpr, NEXT_TILES: tl.constexpr,
+    X_IS_EXACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr, L: tl.constexpr, N: tl.constexpr,
 ):
-    """out [num_rows, N] may be product. SILU: the members are gates and ups, a program takes as many of both.
+    """out [num_rows, columns] may be product. SILU: the members are gates and ups, a program takes as many of both.
 
-    next_out [tiles, num_rows, NEXT_SLOTS * NEXT_RANK]: partial sums for the layers that read out.
+    HAS_NEXT: next_out [tiles, num_rows, N.parts, N.members, N.rank] are partial sums for the layers that read out.
     """
     after_previous_kernel(PDL)
     row, inside, entry = rows_of_tile(rows, tile_entries, num_rows, HAS_ROWS, BLOCK_M)
-    places, scales = places_of(places, scales, entry, PARTS * MEMBERS)
-    next_places, next_scales = places_of(next_places, next_scales, entry, NEXT_SLOTS)
+    places, scales = places_of(places, scales, entry, L)
+    if HAS_NEXT:
+        next_places, next_scales = places_of(next_places, next_scales, entry, N)
     tile = tl.program_id(1)
     member = 0
     begin = first_0
     size = size_0
-    if not SILU and MEMBERS > 1:
+    if not SILU and L.members > 1:
         tiles = tl.cdiv(size_0, BLOCK_N)
         beyond = tile >= tiles
         member = tl.where(beyond, 1, 0)
         tile = tl.where(beyond, tile - tiles, tile)
         begin = tl.where(beyond, first_1, first_0)
         size = tl.where(beyond, size_1, size_0)
-    if not SILU and MEMBERS > 2:
+    if not SILU and L.members > 2:
         tiles = tl.cdiv(size_1, BLOCK_N)
         beyond = (member == 1) & (tile >= tiles)
         member = tl.where(beyond, 2, member)
@@ -198,7 +180,7 @@ def _expand_kernel(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     n_inside = n < size
     if PREFETCH and ((tl.program_id(0) == 0) | HAS_ROWS):  # what is read behind the following layers' product
-        prefetch_b(next_places, tile, NEXT_SLOTS, NEXT_TILES)
+        prefetch_b(next_places, tile, NEXT_TILES, N)
 
     dtype = out.dtype.element_ty
     mask = inside[:, None] & n_inside[None, :]
@@ -207,33 +189,29 @@ def _expand_kernel(
     base_up = base
     if SILU:
         base_up = tl.load(product_at + first_1, mask=mask, other=0.0).to(tl.float32)
-    shrunk_rows = shrunk + row.to(tl.int64) * (PARTS * MEMBERS * RANK)
-    split_stride = num_rows.to(tl.int64) * (PARTS * MEMBERS * RANK)
+    shrunk_rows = shrunk + row.to(tl.int64) * (L.parts * L.members * L.rank)
+    split_stride = num_rows.to(tl.int64) * (L.parts * L.members * L.rank)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = acc
-    acc = add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, n_inside, PARTS, MEMBERS, RANK,
-                     BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, SPLITS)
-    if HAS_BIAS:
-        acc = add_bias(acc, places, scales, entry, member, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
+    acc = add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n, n_inside, SPLITS, L)
+    if L.has_bias:
+        acc = add_bias(acc, places, scales, entry, member, n, n_inside, L)
     if SILU:
-        acc_up = add_delta(acc_up, shrunk_rows, split_stride, places, entry, inside, 1, n, n_inside, PARTS, MEMBERS,
-                            RANK, BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, SPLITS)
-        if HAS_BIAS:
-            acc_up = add_bias(acc_up, places, scales, entry, 1, n, n_inside, PARTS, MEMBERS, KIND, COMPUTE)
+        acc_up = add_delta(acc_up, shrunk_rows, split_stride, places, entry, inside, 1, n, n_inside, SPLITS, L)
+        if L.has_bias:
+            acc_up = add_bias(acc_up, places, scales, entry, 1, n, n_inside, L)
     result = (base + acc).to(dtype)
     if SILU:
         up = (base_up + acc_up).to(dtype).to(tl.float32)
         result = silu_mul_tile(result.to(tl.float32), up, dtype, INTERPRETED)
         begin = 0
-    if NEXT_SLOTS > 0:
+    if HAS_NEXT:
         partial = tl.program_id(1).to(tl.int64) * num_rows + row
-        next_rows = next_out + partial * (NEXT_SLOTS * NEXT_RANK)
-        for first in tl.static_range(0, NEXT_SLOTS * NEXT_RANK, NEXT_COLUMNS):
+        next_rows = next_out + partial * (N.parts * N.members * N.rank)
+        for first in tl.static_range(0, N.parts * N.members * N.rank, NEXT_COLUMNS):
             sums = tl.zeros([BLOCK_M, NEXT_COLUMNS], tl.float32)
-            sums = shrink_chunk(sums, first, result, n, n_inside, next_places, entry, size, NEXT_SLOTS, NEXT_RANK,
-                                NEXT_COLUMNS, KIND, COMPUTE, LOW, PRECISION, NEXT_ALIGNED, X_IS_EXACT)
-            store_shrunk(next_rows, first, sums, inside, next_places, next_scales, entry, NEXT_SLOTS, NEXT_RANK,
-                         NEXT_COLUMNS)
+            sums = shrink_chunk(sums, first, result, n, n_inside, next_places, entry, size, NEXT_COLUMNS, X_IS_EXACT, N)
+            store_shrunk(next_rows, first, sums, inside, next_places, next_scales, entry, NEXT_COLUMNS, N)
     tl.store(out + row.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :], result, mask=mask)
 
 
@@ -283,42 +261,16 @@ def _launch(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order
     require_triton()
     if not product.numel():
         return
-    firsts, sizes = zip(*(*table.columns, (0, 0), (0, 0)), strict=True)
-    options = table_options(table, product, config.precision)
     then = following or table
     row_tiles, row_arguments = tiles_of_rows(len(product), config.block_m, order)
     with on_device_of(product):
         _expand_kernel[(row_tiles, tiles)](
             product, shrunk, table.places, table.scales, row_arguments.pop("rows"), row_arguments.pop("tile_entries"),
-            out, then.places, then.scales, sums, len(product), *firsts[:3], *sizes[:3], product.stride(0),
-            out.stride(0),
-            RANK_DIVISOR=table.rank_divisor,
-            BLOCK_R=table.rank_tile,
-            HAS_BIAS=table.has_bias,
-            SPLITS=len(shrunk),
-            SILU=silu,
-            NEXT_SLOTS=0 if following is None else following.num_slots,
-            NEXT_RANK=then.rank,
-            NEXT_COLUMNS=columns_of(then),
-            NEXT_ALIGNED=then.aligned,
-            X_IS_EXACT=out.dtype == torch.bfloat16,
-            BLOCK_N=config.block_n,
-            INTERPRETED=triton.knobs.runtime.interpret,
-            NEXT_TILES=tiles,
-            PREFETCH=following is not None and prefetches(then, product),
-            num_warps=config.num_warps,
-            **row_arguments,
-            **options,
+            out, then.places, then.scales, sums, len(product), *member_arguments(table), product.stride(0),
+            out.stride(0), L=constants(shape_of(table, config.precision)),
+            N=constants(shape_of(then, config.precision)), SPLITS=len(shrunk),
+            SILU=silu, HAS_NEXT=following is not None, NEXT_COLUMNS=columns_of(then), NEXT_TILES=tiles,
+            X_IS_EXACT=out.dtype == torch.bfloat16, BLOCK_N=config.block_n, INTERPRETED=triton.knobs.runtime.interpret,
+            PREFETCH=following is not None and prefetches(then, product), num_warps=config.num_warps, **row_arguments,
+            **early_options(product),
         )
-
-
-def _check(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order: RowOrder | None) -> None:
-    last = max(first + size for first, size in table.columns)
-    if product.dim() != 2 or product.stride(1) != 1 or product.shape[1] < last:
-        raise ValueError(f"product must be [T, N] with contiguous rows, N at least {last}, got {tuple(product.shape)} "
-                         f"with strides {product.stride()}")
-    wanted = len(product), table.num_parts, table.num_members, table.rank
-    if shrunk.dtype != torch.float32 or shrunk.shape[1:] != wanted or not shrunk.is_contiguous():
-        raise ValueError(f"shrunk must be contiguous float32 [splits, {', '.join(map(str, wanted))}], "
-                         f"got {shrunk.dtype} {tuple(shrunk.shape)}")
-    check_order(order, len(product))

@@ -80,7 +80,7 @@ def order_rows_reference(entries: torch.Tensor, num_entries: int, tile: int) -> 
     return RowOrder(entries, rows, tile_entries)
 
 
-@jit(varying_ints=("num_rows",))
+@jit(varying_ints=("num_rows", "num_tiles"))
 def _order_kernel(entries, rows, tile_entries, num_rows, num_tiles, ENTRIES: tl.constexpr, TILE: tl.constexpr,
                   CHUNK: tl.constexpr, PDL: tl.constexpr):
     """A program for each entry, -1 first, and one for the tiles that are left; ENTRIES: a power of two above all."""
@@ -98,7 +98,7 @@ def _order_kernel(entries, rows, tile_entries, num_rows, num_tiles, ENTRIES: tl.
     is_rest = mine == tl.num_programs(0) - 2
     last = tl.where(is_rest, num_tiles, last)
     filled = tl.sum(tl.where((each == mine) & (is_rest == 0), counts, 0), 0)
-    # Places without a row first: nobody else writes to these tiles.
+    # Places without a row first: no other program writes to these tiles.
     for start in range(first * TILE + filled, last * TILE, CHUNK):
         tl.store(rows + start + at, tl.full([CHUNK], -1, tl.int32), mask=start + at < last * TILE)
     for start in range(first, last, CHUNK):

@@ -7,23 +7,29 @@ import torch
 
 from hf_paged.kernels._triton import (
     after_previous_kernel,
+    constants,
     jit,
     next_power_of_2,
-    on_device_of,
     prefetch_vector,
-    require_triton,
     tl,
 )
-from hf_paged.kernels.layer._qk_norm_rope_tile import halves, normed_and_rotated
-from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
-from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store_unchecked
+from hf_paged.kernels.layer.qk_norm_rope_store import (
+    HeadsToCache,
+    halves,
+    launch_over_heads,
+    normed_and_rotated,
+    qk_norm_rope_store_unchecked,
+    store_heads,
+)
 from hf_paged.kernels.lora._lora_tile import (
     add_bias,
     add_delta,
+    early_options,
+    member_arguments,
     places_of,
     precision_of,
     rows_of_tile,
-    table_options,
+    shape_of,
     tiles_of_rows,
 )
 from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_unchecked
@@ -33,7 +39,7 @@ _MOST_ROWS = MANY_ROWS
 
 
 def lora_qk_norm_rope_store_unchecked(qkv: torch.Tensor, delta: Delta, heads: HeadsToCache) -> torch.Tensor:
-    """`qk_norm_rope_store` of ``lora_expand(qkv, *delta)``, which see; `qkv` may be written.
+    """Compute `qk_norm_rope_store` of ``lora_expand(qkv, *delta)``; `qkv` may be written.
 
     Unchecked, and exact as the two one after the other, but for the order in which a head's squares are added.
     """
@@ -43,59 +49,18 @@ def lora_qk_norm_rope_store_unchecked(qkv: torch.Tensor, delta: Delta, heads: He
 
 
 def _is_one_launch(qkv: torch.Tensor, delta: Delta, k_cache: torch.Tensor) -> bool:
-    """Are the rows few, and all adapters on whole heads?"""
+    """Return whether the rows are few, and all adapters on whole heads."""
     numbers = [number for columns in delta.table.columns for number in columns]
     return len(qkv) < _MOST_ROWS and not any(number % k_cache.shape[3] for number in numbers)
 
 
 @jit(varying_ints=("num_rows",), varying_pointers=("positions", "slot_mapping"))
 def _lora_qk_norm_rope_store_kernel(
-    qkv,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    positions,
-    slot_mapping,
-    k_cache,
-    v_cache,
-    query,
-    eps,
-    shrunk,
-    places,
-    scales,
-    rows,
-    tile_entries,
-    num_rows,
-    first_0,
-    first_1,
-    first_2,
-    size_0,
-    size_1,
-    size_2,
-    qkv_stride,
-    cos_stride,
-    sin_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    RANK_DIVISOR: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    KIND: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    LOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,
+    qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, query, eps, shrunk, places, scales,
+    rows, tile_entries, num_rows, first_0, first_1, first_2, size_0, size_1, size_2, qkv_stride, cos_stride,
+    sin_stride, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr,
+    HAS_NORMS: tl.constexpr, HAS_ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+    L: tl.constexpr,
 ):
     """A program has one head of some rows; first_j and size_j are columns of qkv that have adapters."""
     if PDL and HAS_NORMS:
@@ -109,20 +74,20 @@ def _lora_qk_norm_rope_store_kernel(
     member = 0
     column = begin - first_0
     has_adapters = (column >= 0) & (column < size_0)
-    if MEMBERS > 1:
+    if L.members > 1:
         other = (begin >= first_1) & (begin < first_1 + size_1)
         member = tl.where(other, 1, member)
         column = tl.where(other, begin - first_1, column)
         has_adapters = has_adapters | other
-    if MEMBERS > 2:
+    if L.members > 2:
         other = (begin >= first_2) & (begin < first_2 + size_2)
         member = tl.where(other, 2, member)
         column = tl.where(other, begin - first_2, column)
         has_adapters = has_adapters | other
-    places, scales = places_of(places, scales, entry, PARTS * MEMBERS)
+    places, scales = places_of(places, scales, entry, L)
     entry = tl.where(has_adapters, entry, -1)
 
-    # All that is read is asked for at once; the heads of v have no use for some of it.
+    # All loads are issued at once; the heads of v have no use for some of the values.
     at = row.to(tl.int64)
     lane = tl.arange(0, HALF_PAD)
     live = lane < HALF
@@ -144,18 +109,16 @@ def _lora_qk_norm_rope_store_kernel(
         k1, k2 = halves(k_weight, lane, live, HALF)
         w1, w2 = tl.where(head < HEADS, q1, k1), tl.where(head < HEADS, q2, k2)
 
-    shrunk_rows = shrunk + at * (PARTS * MEMBERS * RANK)
-    split_stride = num_rows.to(tl.int64) * (PARTS * MEMBERS * RANK)
+    shrunk_rows = shrunk + at * (L.parts * L.members * L.rank)
+    split_stride = num_rows.to(tl.int64) * (L.parts * L.members * L.rank)
     n1 = column + lane
     n2 = n1 + HALF
     acc = tl.zeros([BLOCK_M, HALF_PAD], tl.float32)
-    acc1 = add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n1, live, PARTS, MEMBERS, RANK,
-                     BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, SPLITS)
-    acc2 = add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n2, live, PARTS, MEMBERS, RANK,
-                     BLOCK_R, RANK_DIVISOR, KIND, COMPUTE, LOW, PRECISION, ALIGNED, SPLITS)
-    if HAS_BIAS:
-        acc1 = add_bias(acc1, places, scales, entry, member, n1, live, PARTS, MEMBERS, KIND, COMPUTE)
-        acc2 = add_bias(acc2, places, scales, entry, member, n2, live, PARTS, MEMBERS, KIND, COMPUTE)
+    acc1 = add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n1, live, SPLITS, L)
+    acc2 = add_delta(acc, shrunk_rows, split_stride, places, entry, inside, member, n2, live, SPLITS, L)
+    if L.has_bias:
+        acc1 = add_bias(acc1, places, scales, entry, member, n1, live, L)
+        acc2 = add_bias(acc2, places, scales, entry, member, n2, live, L)
     first = (first.to(tl.float32) + acc1).to(qkv.dtype.element_ty)
     second = (second.to(tl.float32) + acc2).to(qkv.dtype.element_ty)
 
@@ -163,49 +126,25 @@ def _lora_qk_norm_rope_store_kernel(
         first, second = normed_and_rotated(first, second, w1, w2, cos1, cos2, sin1, sin2, eps, HAS_NORMS, HEAD_DIM)
     if head < HEADS:
         to = at[:, None] * (HEADS * HEAD_DIM) + begin + lane[None, :]
-        tl.store(query + to, first, mask=mask)
-        tl.store(query + HALF + to, second, mask=mask)
+        store_heads(query, to, first, second, mask, HALF)
     else:
         mask = (slot >= 0)[:, None] & live[None, :]
         kv_head = (head - HEADS) % KV_HEADS
         to = slot[:, None] * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + lane[None, :]
         if head < HEADS + KV_HEADS:
-            tl.store(k_cache + to, first, mask=mask)
-            tl.store(k_cache + HALF + to, second, mask=mask)
+            store_heads(k_cache, to, first, second, mask, HALF)
         else:
-            tl.store(v_cache + to, first, mask=mask)
-            tl.store(v_cache + HALF + to, second, mask=mask)
+            store_heads(v_cache, to, first, second, mask, HALF)
 
 
 def lora_qk_norm_rope_store_triton(qkv: torch.Tensor, delta: Delta, heads: HeadsToCache) -> torch.Tensor:
     """:func:`lora_qk_norm_rope_store_unchecked` as one Triton launch, a program for a head of some rows."""
-    require_triton()
-    q_weight, k_weight, eps, cos, sin, positions, slot_mapping, k_cache, v_cache = heads
-    num_rows, table = len(qkv), delta.table
-    kv_heads, head_dim = k_cache.shape[2:]
-    num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    query = torch.empty(num_rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    if num_rows == 0:
-        return query
-    firsts, sizes = zip(*(*table.columns, (0, 0), (0, 0)), strict=True)
+    num_rows, table, head_dim = len(qkv), delta.table, heads.k_cache.shape[3]
     row_tiles, row_arguments = tiles_of_rows(num_rows, tile_of(num_rows), delta.order)
-    with on_device_of(qkv):
-        _lora_qk_norm_rope_store_kernel[(row_tiles, num_heads + 2 * kv_heads)](
-            qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, query, eps, delta.sums,
-            table.places, table.scales, row_arguments.pop("rows"), row_arguments.pop("tile_entries"), num_rows,
-            *firsts[:3], *sizes[:3], qkv.stride(0), cos.stride(0), sin.stride(0),
-            HEADS=num_heads,
-            KV_HEADS=kv_heads,
-            HEAD_DIM=head_dim,
-            HALF_PAD=max(16, next_power_of_2(head_dim // 2)),
-            HAS_NORMS=q_weight is not None,
-            BLOCK_R=table.rank_tile,
-            RANK_DIVISOR=table.rank_divisor,
-            SPLITS=len(delta.sums),
-            HAS_BIAS=table.has_bias,
-            num_warps=4,
-            enable_fp_fusion=False,
-            **row_arguments,
-            **table_options(table, qkv, precision_of(qkv.dtype)),
-        )
-    return query
+    shape = shape_of(table, precision_of(qkv.dtype))
+    return launch_over_heads(
+        _lora_qk_norm_rope_store_kernel, (row_tiles, qkv.shape[1] // head_dim), qkv, heads, delta.sums, table.places,
+        table.scales, row_arguments.pop("rows"), row_arguments.pop("tile_entries"), num_rows, *member_arguments(table),
+        HALF_PAD=max(16, next_power_of_2(head_dim // 2)), SPLITS=len(delta.sums), L=constants(shape),
+        num_warps=4, **row_arguments, **early_options(qkv),
+    )

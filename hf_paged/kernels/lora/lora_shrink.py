@@ -8,16 +8,27 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.device.cuda import shared_memory
-from hf_paged.kernels._triton import after_previous_kernel, cdiv, jit, next_power_of_2, on_device_of, require_triton, tl
+from hf_paged.kernels._checks import checked
+from hf_paged.kernels._triton import (
+    after_previous_kernel,
+    cdiv,
+    constants,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    require_triton,
+    tl,
+)
 from hf_paged.kernels.lora._lora_tile import (
     FIELDS,
+    early_options,
     lora_dot,
     pointer_to,
     precision_of,
     prefetch_b,
     prefetches,
     rows_of_tile,
-    table_options,
+    shape_of,
     tiles_of_rows,
 )
 from hf_paged.kernels.lora.lora_order import MANY_ROWS, RowOrder
@@ -41,7 +52,21 @@ class ShrinkConfig(NamedTuple):
     num_stages: int
 
 
-def lora_shrink(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:
+def check_order(order: RowOrder | None, num_rows: int) -> None:
+    """Raise ValueError unless it is None or of so many rows."""
+    if order is not None and len(order.entries) != num_rows:
+        raise ValueError(f"order must be of {num_rows} rows, got one of {len(order.entries)}")
+
+
+def _check(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> None:
+    widths = {adapter.a.shape[1] for adapter in table.adapters()}
+    if x.dim() != 2 or x.stride(1) != 1 or widths != {x.shape[1]}:
+        raise ValueError(f"x must be [T, K] with contiguous rows, K that of the adapters ({sorted(widths)}), "
+                         f"got {tuple(x.shape)} with strides {x.stride()}")
+    check_order(order, len(x))
+
+
+def lora_shrink_unchecked(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:
     """``x @ a.T * scaling``, added up in float32, in a fixed order.
 
     Args:
@@ -54,17 +79,14 @@ def lora_shrink(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> to
         beyond the adapter's rank.
 
     Raises:
-        ValueError: shapes or dtypes that are not as above.
+        ValueError: from the checked op, shapes or dtypes that are not as above.
     """
-    _check(x, table, order)
-    return lora_shrink_unchecked(x, table, order)
-
-
-def lora_shrink_unchecked(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:
-    """:func:`lora_shrink` for tensors that are known to be as it says."""
     if not x.is_cuda:
         return lora_shrink_reference(x, table, order)
     return lora_shrink_triton(x, table, order, shrink_config(x, table, order))
+
+
+lora_shrink = checked(_check, lora_shrink_unchecked)
 
 
 def lora_shrink_reference(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:
@@ -83,37 +105,12 @@ def lora_shrink_reference(x: torch.Tensor, table: LoraTable, order: RowOrder | N
 
 @jit(varying_ints=("num_rows",))
 def _shrink_kernel(
-    x,
-    places,
-    scales,
-    rows,
-    tile_entries,
-    out,
-    num_rows,
-    K,
-    k_per_split,
-    x_stride,
-    HAS_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    RANK: tl.constexpr,
-    KIND: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    LOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    X_IS_EXACT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    x, places, scales, rows, tile_entries, out, num_rows, K, k_per_split, x_stride, HAS_ROWS: tl.constexpr,
+    X_IS_EXACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, L: tl.constexpr,
 ):
-    """out [splits, num_rows, PARTS * MEMBERS, RANK]; a program BLOCK_R of an entry's ranks, rows and a part of K.
-    """
-    SLOTS: tl.constexpr = PARTS * MEMBERS
+    """out [splits, num_rows, slots, rank]; a program has BLOCK_R of an entry's ranks, rows and a part of K."""
+    SLOTS: tl.constexpr = L.parts * L.members
     if HAS_ROWS:
         after_previous_kernel(PDL)
     row, inside, entry = rows_of_tile(rows, tile_entries, num_rows, HAS_ROWS, BLOCK_M)
@@ -124,14 +121,14 @@ def _shrink_kernel(
     k_begin = split * k_per_split
     k_end = tl.minimum(k_begin + k_per_split, K)
     column = begin + tl.arange(0, BLOCK_R)
-    slot = column // RANK
-    index = column % RANK  # within the adapter
+    slot = column // L.rank
+    index = column % L.rank  # within the adapter
     known = slot < SLOTS
     rank = tl.load(places + slot * FIELDS + 3, mask=known, other=0)
     column_inside = index < rank
-    a = pointer_to(tl.load(places + slot * FIELDS, mask=known, other=0), KIND, ALIGNED)
+    a = pointer_to(tl.load(places + slot * FIELDS, mask=known, other=0), L.kind, L.aligned)
     if PREFETCH and (((tl.program_id(0) == 0) | HAS_ROWS) & (tl.program_id(1) == 0)):  # what the expansion will read
-        prefetch_b(places, split, SLOTS, SPLITS)
+        prefetch_b(places, split, SPLITS, L)
     if not HAS_ROWS:
         after_previous_kernel(PDL)
 
@@ -145,10 +142,10 @@ def _shrink_kernel(
             k_inside = (start + k < k_end) | EVEN_K
             x_tile = tl.load(x_at + start, mask=inside[:, None] & k_inside[None, :], other=0.0)
             a_tile = tl.load(a_at + start, mask=column_inside[:, None] & k_inside[None, :], other=0.0)
-            if LOW or not X_IS_EXACT:
-                x_tile = x_tile.to(COMPUTE)
-            acc = lora_dot(x_tile, tl.trans(a_tile.to(COMPUTE)), acc, LOW, PRECISION, X_IS_EXACT)
-        at = (split * num_rows + row).to(tl.int64)[:, None] * (SLOTS * RANK) + column[None, :]
+            if L.low or not X_IS_EXACT:
+                x_tile = x_tile.to(L.compute)
+            acc = lora_dot(x_tile, tl.trans(a_tile.to(L.compute)), acc, X_IS_EXACT, L)
+        at = (split * num_rows + row).to(tl.int64)[:, None] * (SLOTS * L.rank) + column[None, :]
         tl.store(out + at, acc * scale[None, :], mask=inside[:, None] & column_inside[None, :])
 
 
@@ -180,35 +177,14 @@ def lora_shrink_triton(x: torch.Tensor, table: LoraTable, order: RowOrder | None
     if not num_rows:
         return out
     columns = cdiv(table.num_slots * table.rank, config.block_r)
-    options = table_options(table, x, config.precision)
+    # This kernel does not read these two: tables that differ in them need no kernels of their own.
+    shape = shape_of(table, config.precision)._replace(rank_divisor=1, has_bias=False)
     row_tiles, row_arguments = tiles_of_rows(num_rows, config.block_m, order)
     with on_device_of(x):
         _shrink_kernel[(row_tiles, columns, splits)](
             x, table.places, table.scales, out=out, num_rows=num_rows, K=width, k_per_split=per_split,
-            x_stride=x.stride(0),
-            X_IS_EXACT=x.dtype == torch.bfloat16,
-            BLOCK_R=config.block_r,
-            BLOCK_K=config.block_k,
-            EVEN_K=width % config.block_k == 0,
-            SPLITS=splits,
-            PREFETCH=prefetches(table, x),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            **row_arguments,
-            **options,
+            x_stride=x.stride(0), L=constants(shape), X_IS_EXACT=x.dtype == torch.bfloat16, BLOCK_R=config.block_r,
+            BLOCK_K=config.block_k, EVEN_K=width % config.block_k == 0, SPLITS=splits, PREFETCH=prefetches(table, x),
+            num_warps=config.num_warps, num_stages=config.num_stages, **row_arguments, **early_options(x),
         )
     return out
-
-
-def _check(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> None:
-    widths = {adapter.a.shape[1] for adapter in table.adapters()}
-    if x.dim() != 2 or x.stride(1) != 1 or widths != {x.shape[1]}:
-        raise ValueError(f"x must be [T, K] with contiguous rows, K that of the adapters ({sorted(widths)}), "
-                         f"got {tuple(x.shape)} with strides {x.stride()}")
-    check_order(order, len(x))
-
-
-def check_order(order: RowOrder | None, num_rows: int) -> None:
-    """Raise ValueError unless it is None or of so many rows."""
-    if order is not None and len(order.entries) != num_rows:
-        raise ValueError(f"order must be of {num_rows} rows, got one of {len(order.entries)}")

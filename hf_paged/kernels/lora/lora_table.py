@@ -7,18 +7,21 @@ each *part* of an entry has at most one adapter for each of the layers, the *mem
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hf_paged.device.upload import upload
+from hf_paged.device.cuda import upload
 from hf_paged.kernels._triton import next_power_of_2
 
 MOST_MEMBERS = 3
 _SMALLEST_RANK = 16  # of a product on tensor cores
 _LARGEST_TILE = 64  # rank columns that a program takes at once
 _FIELDS = 5  # int64 values of an adapter in the table
+# Tables begin at multiples of so many adapters, 16 bytes of scales, so that kernels are compiled once for all layers.
+_ALIGNED = 4
 
 
 class Adapter(NamedTuple):
@@ -104,15 +107,14 @@ def make_tables(groups: Sequence[Members], device: torch.device) -> list[LoraTab
     fields = [_numbers(group) for group in groups]
     if not fields:
         return []
-    places = upload(np.concatenate([place.reshape(-1) for place, _ in fields]), device)
-    scales = upload(np.concatenate([scale.reshape(-1) for _, scale in fields]), device)
-    tables, first = [], 0
-    for group, (place, scale) in zip(groups, fields, strict=True):
-        last = first + scale.size
-        tables.append(_table(group, places[_FIELDS * first : _FIELDS * last].view(place.shape),
-                             scales[first:last].view(scale.shape)))
-        first = last
-    return tables
+    starts = [0, *accumulate(-(-scale.size // _ALIGNED) * _ALIGNED for _, scale in fields)]
+    places, scales = np.zeros((starts[-1], _FIELDS), np.int64), np.zeros(starts[-1], np.float32)
+    parts = [slice(start, start + scale.size) for start, (_, scale) in zip(starts, fields, strict=False)]
+    for part, (place, scale) in zip(parts, fields, strict=True):
+        places[part], scales[part] = place.reshape(-1, _FIELDS), scale.reshape(-1)
+    sent, sent_scales = upload(places, device), upload(scales, device)
+    return [_table(group, sent[part].view(place.shape), sent_scales[part].view(scale.shape))
+            for group, part, (place, scale) in zip(groups, parts, fields, strict=True)]
 
 
 def _table(group: Members, places: torch.Tensor, scales: torch.Tensor) -> LoraTable:

@@ -29,7 +29,7 @@ def test_cancelling_a_request_cancels_its_children_and_nobody_elses():
     assert arrivals == other
     assert cancelled == [wanted[-1], *wanted[:-1]] and all(request.is_cancelled for request in wanted)
     board.deliver([(request, request.finish()) for request in [*wanted, *other]])
-    heard = [board.outputs.take(None, 0.0, lambda: False) for _ in range(3)]
+    heard = [board.take(None, 0.0, lambda: False) for _ in range(3)]
     assert [output and output.request_id for output in heard] == ["ab__child#0", "ab", None]
 
 
@@ -49,8 +49,8 @@ def test_outputs_of_a_cancelled_request_are_gone_and_nobody_with_its_id_gets_the
     board.deliver([(old, old.output()), (other, other.output())])
     board.cancel("a")
     board.add([new], limit=0)
-    assert board.outputs.take("a", 0.0, lambda: False) is None
-    assert board.outputs.take(None, 0.0, lambda: False).request_id == "b"
+    assert board.take("a", 0.0, lambda: False) is None
+    assert board.take(None, 0.0, lambda: False).request_id == "b"
 
 
 def test_a_handler_that_raises_keeps_no_output_from_the_others():
@@ -63,7 +63,7 @@ def test_a_handler_that_raises_keeps_no_output_from_the_others():
 
     async def listen():
         for request in requests:
-            board.outputs.register(request.request_id, raising if request is requests[0] else heard.append)
+            board.register(request.request_id, raising if request is requests[0] else heard.append)
         board.deliver([(request, request.finish()) for request in requests])
         await asyncio.sleep(0.01)
 

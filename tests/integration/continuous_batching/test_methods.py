@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import gc
 import inspect
 import queue
@@ -24,7 +25,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 import hf_paged
 from hf_paged import FallbackError, FallbackWarning
 from hf_paged.engine.engine import Engine
-from hf_paged.integration.continuous_batching import board
+from hf_paged.integration.continuous_batching import board, requests
 from hf_paged.integration.continuous_batching.manager import KEPT, PagedBatchingManager
 
 LENGTHS = [5, 21, 3, 40, 17]
@@ -802,6 +803,26 @@ def test_sizes_that_are_given_are_the_engines(model):
     with running(model), pytest.warns(UserWarning, match="in use and keeps its sizes"):
         model.init_continuous_batching(greedy(), ContinuousBatchingConfig(num_blocks=50))
     assert hf_paged.get_engine(model) is engine
+
+
+def test_fields_without_effect_are_named_once(model, monkeypatch):
+    monkeypatch.setattr(requests, "_warned_of", set())
+    batching = ContinuousBatchingConfig(max_memory_percent=0.5, scheduler_type="prefill_first", max_queue_size=3)
+    with pytest.warns(UserWarning, match="no effect") as given:
+        model.generate_batch(PROMPTS, greedy(2), batching)
+    first, second = (str(one.message) for one in given)
+    assert "max_memory_percent=0.5" in first and "gpu_memory_utilization" in first
+    assert "scheduler_type='prefill_first'" in second
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate_batch(PROMPTS, greedy(2), batching)
+        model.generate_batch(PROMPTS, greedy(2), ContinuousBatchingConfig())
+
+
+def test_every_field_that_is_read_is_one():
+    """A name that transformers changed would count as read for ever; the sizes have two names in its versions."""
+    fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    assert requests._READ - fields <= {"page_size", "block_size"}
 
 
 # -- callers ----------------------------------------

@@ -8,14 +8,13 @@ import torch
 from paged_cases import expected, make_case, random_groups, run_poisoned, worst_error
 
 from hf_paged.attention import choose_groups as choosing
-from hf_paged.attention import plan_groups as planning
-from hf_paged.attention.choose_groups import FixedPieces, Kernel, choose_groups
-from hf_paged.attention.plan_groups import plan_groups
+from hf_paged.attention import plan_decode as planning
+from hf_paged.attention.choose_groups import Kernel, choose_groups
+from hf_paged.attention.plan_decode import plan_groups
 from hf_paged.attention.registry import BACKENDS
-from hf_paged.attention.spec import AttentionSpec
-from hf_paged.kernels.attention.grouped_decode import _grouped_kernel, grouped_config, paged_attention_grouped
-from hf_paged.kernels.attention.types import GroupedConfig, GroupedWork
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.kernels.attention.grouped import _grouped_kernel, grouped_config, paged_attention_grouped
+from hf_paged.kernels.attention.types import AttentionSpec, GroupedConfig, GroupedWork
+from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -38,12 +37,12 @@ def poisoned_memory(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def planned(case, groups, config, cta_slots=9, pieces=None):
+def planned(case, groups, config, cta_slots=9):
     """The case with the plan of a grouped step."""
     lengths = np.array([length for _, length in case.rows])
     device, heads = case.q.device, case.q.shape[1] // case.k_cache.shape[2]
     kernel = Kernel(config, config.block_m // heads, cta_slots, positions_worth_it=1)
-    choice = choose_groups(groups, len(lengths), kernel, pieces)
+    choice = choose_groups(groups, len(lengths), kernel)
     assert choice is not None
     plan = plan_groups(lengths, case.meta.slots.cpu().numpy(), choice)
     items, table = (torch.from_numpy(array).to(device) for array in (plan.items, plan.rows))
@@ -111,21 +110,33 @@ def test_a_group_of_several_tiles_and_splits(monkeypatch, window, sinks):
     checked(case)
 
 
+@pytest.fixture
+def short_pieces(monkeypatch):
+    """Rows have more pieces than are joined at a time, all as short as a tile."""
+    for name in ("MIN_SPLIT", "MIN_GROUP_SPLIT", "MIN_LONG_SPLIT"):
+        monkeypatch.setattr(planning, name, 16)
+    monkeypatch.setattr(planning, "TILE_COST", 1.0)
+    monkeypatch.setattr(planning, "MIN_SAVED_SHARE", 0.0)
+
+
+def check_short_pieces(case, groups):
+    case = planned(case, groups, CONFIG, cta_slots=60)
+    assert case.meta.work.rows[:, 1].max() > 8
+    checked(case)
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize("window", [None, 50])
-def test_fixed_pieces(window):
-    """Of one row more than are joined at a time."""
+def test_short_pieces(short_pieces, window):
     groups = shared(3, 112)
-    case = make_case([(1, 120), (1, 200), (1, 113), (1, 64)], seed=2, groups=groups, window=window)
-    checked(planned(case, groups, CONFIG, pieces=FixedPieces(16, 200)))
+    check_short_pieces(make_case([(1, 120), (1, 200), (1, 113), (1, 64)], seed=3, groups=groups, window=window), groups)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("sinks", [False, True])
-def test_rows_that_see_nothing_of_all_pieces_that_are_joined_first(sinks):
+def test_rows_that_see_nothing_of_all_pieces_that_are_joined_first(short_pieces, sinks):
     groups = shared(2, 112)
-    case = make_case([(1, 190), (1, 200)], seed=2, groups=groups, window=30, sinks=sinks)
-    checked(planned(case, groups, CONFIG, pieces=FixedPieces(16, 200)))
+    check_short_pieces(make_case([(1, 190), (1, 200)], seed=2, groups=groups, window=30, sinks=sinks), groups)
 
 
 @pytest.mark.interpreted

@@ -10,10 +10,9 @@ from paged_cases import expected, make_case, random_groups, run_poisoned, worst_
 from hf_paged.attention import plan_prompts as planning
 from hf_paged.attention.choose_groups import Kernel
 from hf_paged.attention.plan_prompts import PromptKernel, Prompts, RowPrograms, padded, plan_prompts
-from hf_paged.kernels.attention.grouped_decode import grouped_config
-from hf_paged.kernels.attention.grouped_prefill import paged_attention_grouped_prefill
+from hf_paged.kernels.attention.grouped import grouped_config, paged_attention_grouped_prefill
 from hf_paged.kernels.attention.types import GroupedConfig, GroupedWork, PromptWork
-from hf_paged.scheduler.prefix_groups import PrefixGroups
+from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 CONFIG = GroupedConfig(16, 16, 2, 16, 2, 4, 3)
@@ -23,7 +22,7 @@ CONFIG = GroupedConfig(16, 16, 2, 16, 2, 4, 3)
 def every_group_pays(monkeypatch):
     for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0), ("MIN_SPLIT", 16)):
         monkeypatch.setattr(planning, name, value)
-    monkeypatch.setattr("hf_paged.kernels.attention.grouped_prefill.MIN_SPLIT", 16)
+    monkeypatch.setattr("hf_paged.kernels.attention.grouped.MIN_PROMPT_SPLIT", 16)
 
 
 @pytest.fixture(autouse=True)

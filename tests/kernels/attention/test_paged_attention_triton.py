@@ -9,8 +9,7 @@ import pytest
 import torch
 from paged_cases import expected, make_case, random_rows, run_poisoned, sdpa, worst_error
 
-from hf_paged.attention.paged_attention import paged_attention
-from hf_paged.attention.registry import BACKENDS, resolve_backend
+from hf_paged.attention.registry import BACKENDS, paged_attention, resolve_backend
 from hf_paged.kernels.attention.decode import DecodeConfig, decode_config, even_work, paged_attention_decode
 from hf_paged.kernels.attention.prefill import (
     FULL_TILE,

@@ -33,7 +33,7 @@ from pretended_gpu import (
 
 from hf_paged.kernels import weights_checksum
 from hf_paged.kernels._triton import jit
-from hf_paged.kernels.build import compiling
+from hf_paged.kernels.build import compiling, kernel_log
 from hf_paged.kernels.build.compiling import compiled_ahead, compiled_together, noted
 
 
@@ -100,6 +100,11 @@ def launches() -> dict[str, Any]:
     found = {"nothing known": seen(Work(twice, plus_one)), "all known": seen(Work(twice, plus_one)),
              "one known": seen(Work(twice, jit()(plus_one.fn)))}
     return {**found, "read": ["params" in vars(kernel) for kernel in (twice, plus_one, unused)]}
+
+
+def with_others() -> dict[str, Any]:
+    """Work to which another rank comes, too: its kernels are not known, then known."""
+    return {name: seen(Work(twice, plus_one), may_break_off=False) for name in ("nothing known", "all known")}
 
 
 def zeros() -> dict[str, Any]:
@@ -227,15 +232,85 @@ def no_c_compiler() -> dict[str, Any]:
     return {**found, "ahead": type(error).__name__ if error else None, "tried": list(made)}
 
 
+def log() -> dict[str, Any]:
+    """What the log counts of kernels that are compiled, and then found on the disk."""
+    found: dict[str, Any] = {}
+    for name, run in (("compiled", compiled_together), ("loaded", compiled_together), ("known", compiled_together)):
+        before, delays = kernel_log.counts(), kernel_log.StepDelays()
+        with delays.step():
+            run(Work(twice, plus_one))
+        found[name] = [now - then for now, then in zip(kernel_log.counts(), before, strict=True)]
+        found[f"{name}: waited"] = delays.compile_seconds, delays.longest, delays.num_delayed
+        if name == "compiled":
+            for kernel in (twice, plus_one):
+                kernel.device_caches.clear()
+    return found
+
+
+def after_ready() -> dict[str, Any]:
+    """What the log says of kernels that requests wait for, by policy, and of others."""
+    texts: list[str] = []
+    kernel_log.logger.handle = lambda record: texts.append(record.getMessage())
+    delays = kernel_log.StepDelays()
+
+    def said(work: Callable[[], Any], policy: str = "", **options: Any) -> dict[str, Any]:
+        os.environ[kernel_log.AFTER_READY] = policy
+        texts.clear()
+        with delays.step():
+            found = seen(work, **options)
+        return {"texts": list(texts), "error": found["error"], "launched": found["launched"],
+                "compiled": len(found["compiled"])}
+
+    found = {"before": said(Work(twice))}
+    delays.is_ready = True
+    found["after"] = said(Work(twice, plus_one))
+    found["at its launch"] = said(lambda: Work(jit()(twice.fn), tile=8)())
+    for kernel in (twice, plus_one):
+        kernel.device_caches.clear()
+    found["again"] = said(Work(twice, plus_one))
+    found["ignored"] = said(Work(plus_one, tile=8), "ignore")
+    found["refused"] = said(Work(plus_one, tile=16), "error")
+    compiling._PATIENCE_S = 0.0
+    found["for later"] = said(Work(plus_one, tile=2), later=[Work(twice, tile=4)])
+    return found
+
+
+def records() -> dict[str, Any]:
+    """What becomes of the records of two variants: here, where both are known, and where they lie on the disk."""
+    kernel, memory = weights_checksum._checksum_kernel, torch.zeros(8, dtype=torch.int64)
+
+    def work() -> None:
+        for chunks in (memory, memory[1:]):
+            kernel[(1,)](chunks, memory, TILE=64, num_warps=4)
+
+    found: dict[str, Any] = {}
+    work()
+    noted = kernel_log.variants()
+    found["noted"] = [json.loads(record)[0] for record in noted]
+    for name in ("known", "on the disk"):
+        del launched[:], compiled[:]
+        missing = compiling.loaded(["{", *noted, noted[0].replace("hf_paged", "nowhere")])
+        found[name] = {"missing": len(missing), "launched": list(launched), "loaded": [hit for *_, hit in compiled]}
+        work()
+        found[name]["after launches"] = len(compiled)
+        kernel.device_caches.clear()
+    os.environ["TRITON_CACHE_DIR"] += "-other"
+    missing = compiling.loaded(noted)
+    compiling.compiled_before(missing)
+    del compiled[:]
+    work()
+    return {**found, "missing": len(missing), "then": list(compiled)}
+
+
 CASES = {case.__name__: case for case in (launches, zeros, failures, others, later, nested, disk, devices, hook, fork,
-                                          ahead, no_c_compiler)}
+                                          ahead, no_c_compiler, with_others, log, after_ready, records)}
 
 
 def carry_out(name: str, folder: str) -> dict[str, Any]:
     os.environ["TRITON_CACHE_DIR"] = folder
     pretend()
-    if name not in ("disk", "failures", "ahead", "no_c_compiler"):
-        compile_nothing({"later": 0.1, "devices": 0.5}.get(name, 0.0))
+    if name not in ("disk", "failures", "ahead", "no_c_compiler", "log", "records"):
+        compile_nothing({"later": 0.1, "devices": 0.5, "after_ready": 0.1}.get(name, 0.0))
     return CASES[name]()
 
 

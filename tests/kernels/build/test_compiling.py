@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.kernels.build import compiling
+from hf_paged.kernels.build import compiling, kernel_log
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the pretended GPU would hide the real one")
@@ -73,6 +73,14 @@ def test_work_whose_kernels_are_compiled_runs_once(found):
 def test_nothing_is_launched_between_a_missing_kernel_and_the_last_run(found):
     """A compiled kernel behind the missing one would read what nobody wrote."""
     assert found("launches")["one known"]["launched"] == ["twice", "twice", "plus_one"]
+
+
+def test_work_to_which_other_ranks_come_is_never_broken_off(found):
+    """Whatever is missing, there is a dry run and a real one, which alone comes to the other ranks."""
+    missed, known = (found("with_others")[name] for name in ("nothing known", "all known"))
+    assert threads_of(missed) == {"hf_paged-compile"} and known["compiled"] == []
+    for case in (missed, known):
+        assert (case["result"], case["launched"], case["calls"]) == ("done", ["twice", "plus_one"], 2)
 
 
 def test_a_kernel_is_read_at_its_first_use(found):
@@ -155,7 +163,7 @@ def test_an_interrupt_leaves_no_mode_behind(monkeypatch, at):
         return token
 
     monkeypatch.setattr(compiling, "active_mode", SimpleNamespace(get=own.get, set=interrupted, reset=own.reset))
-    with pytest.raises(KeyboardInterrupt), compiling._told(compiling._Watch()):
+    with pytest.raises(KeyboardInterrupt), compiling._submits_to(compiling._Watch()):
         raise KeyboardInterrupt
     assert own.get() is None
 
@@ -248,3 +256,38 @@ def test_no_kernel_escapes():
                 assert made_by & {"jit", "noted"}, (path, node.name, made_by)
                 num_kernels += 1
     assert num_kernels > 30
+
+
+def test_the_log_counts_what_is_compiled_what_is_loaded_and_the_wait(found):
+    case = found("log")
+    assert (case["compiled"], case["loaded"], case["known"]) == ([2, 0], [0, 2], [0, 0])
+    (compiling_took, longest, num_delayed), (loading_took, *_) = case["compiled: waited"], case["loaded: waited"]
+    assert compiling_took > loading_took > 0.0 and longest == compiling_took and num_delayed == 1
+    assert case["known: waited"] == [0.0, 0.0, 0]
+
+
+def test_a_kernel_that_requests_of_a_ready_engine_wait_for_is_warned_of_once(found):
+    case = found("after_ready")
+    names = {name: sorted(text.split("(")[0].split()[-1] for text in one["texts"]) for name, one in case.items()}
+    assert names == {"before": [], "after": ["plus_one"], "at its launch": ["twice"], "again": ["twice"], "ignored": [],
+                     "refused": [], "for later": ["plus_one"]}
+    text, = case["after"]["texts"]
+    assert "plus_one(x=*fp32, out=*fp32, TILE=32)" in text and "warm_up(requests)" in text
+    # Its launch would find the kernel on the disk, and say nothing.
+    assert (case["refused"]["error"], case["refused"]["launched"], case["refused"]["compiled"]) == (
+        "LateKernelError", [], 1)
+
+
+def test_a_policy_that_does_not_exist_is_refused(monkeypatch):
+    monkeypatch.setenv("HF_PAGED_AFTER_READY", "eror")
+    with pytest.raises(ValueError, match="HF_PAGED_AFTER_READY='eror': expected one of warn, error, ignore"):
+        kernel_log.StepDelays()
+
+
+def test_records_of_variants_are_those_of_other_processes(found):
+    """Of two variants that differ in the alignment of a pointer; records that are none are left out."""
+    case = found("records")
+    assert case["noted"] == ["hf_paged.kernels.weights_checksum:_checksum_kernel"] * 2
+    assert case["known"] == {"missing": 0, "launched": [], "loaded": [], "after launches": 0}
+    assert case["on the disk"] == {"missing": 0, "launched": [], "loaded": [True, True], "after launches": 2}
+    assert (case["missing"], case["then"]) == (2, [])

@@ -10,9 +10,8 @@ from hf_paged.kernels._triton import pdl_options, pdl_supported
 from hf_paged.kernels.attention.decode import paged_attention_decode
 from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
-from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.linear import linear, linear_silu_mul
-from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store
+from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store
 from hf_paged.kernels.layer.silu_mul import silu_mul
 
 EPS = 1e-6

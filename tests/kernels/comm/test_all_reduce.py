@@ -22,7 +22,6 @@ from hf_paged.kernels.comm.all_reduce import (
     Algorithm,
     all_reduce,
     all_reduce_add_rms_norm,
-    all_reduce_add_rms_norm_reference,
     all_reduce_reference,
     choose_algorithm,
     choose_algorithm_for,
@@ -77,7 +76,7 @@ def test_the_fused_reference_rounds_the_sum_before_the_residual():
     """What the two ops give one after the other, which is not what one rounding of everything would give."""
     parts, (residual,) = make(1, 4, (3, 64), torch.bfloat16), make(2, 1, (3, 64), torch.bfloat16)
     weight = torch.ones(64, dtype=torch.bfloat16)
-    normed, summed = all_reduce_add_rms_norm_reference(parts, residual, weight, EPS)
+    normed, summed = add_rms_norm_reference(all_reduce_reference(parts), residual, weight, EPS)
     expected = add_rms_norm_reference(all_reduce_reference(parts), residual, weight, EPS)
     assert_equal(normed, expected[0])
     assert_equal(summed, expected[1])

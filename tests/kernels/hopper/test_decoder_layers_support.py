@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_paged.device import cuda as _device
-from hf_paged.kernels import gluon_support
+from hf_paged.kernels import hopper
 from hf_paged.kernels.hopper import decoder_layers_support as support
 from hf_paged.kernels.hopper.decoder_layers_support import Decoder
 
@@ -29,8 +29,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(gluon_support.triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(gluon_support.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(hopper.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(hopper.triton, "__version__", "3.6.0")
     monkeypatch.setattr(support, "_refused", {})
     yield properties
     for one in cached:
@@ -45,10 +45,10 @@ def test_it_runs_on_an_h100_and_not_on_a_cpu(gpu):
 @pytest.mark.parametrize(("owner", "name", "value", "reason"), [
     (torch.cuda, "get_device_capability", lambda device=None: (10, 0), "does not run on compute capability 10.0"),
     (torch.cuda, "get_device_capability", lambda device=None: (9, 1), "does not run on compute capability 9.1"),
-    (gluon_support.triton, "__version__", "3.60.0", "was tested with triton 3.6, not 3.60.0"),
-    (gluon_support.triton, "__version__", "3.7.1", "was tested with triton 3.6, not 3.7.1"),
-    (gluon_support.triton.knobs.runtime, "interpret", True, "needs an NVIDIA GPU, not 'cuda:0'"),
-    (gluon_support, "triton", None, "needs triton, which is not installed"),
+    (hopper.triton, "__version__", "3.60.0", "was tested with triton 3.6, not 3.60.0"),
+    (hopper.triton, "__version__", "3.7.1", "was tested with triton 3.6, not 3.7.1"),
+    (hopper.triton.knobs.runtime, "interpret", True, "needs an NVIDIA GPU, not 'cuda:0'"),
+    (hopper, "triton", None, "needs triton, which is not installed"),
     (torch.version, "hip", "6.4", "needs an NVIDIA GPU, not 'cuda:0'"),
 ])
 def test_it_does_not_run_elsewhere(gpu, monkeypatch, owner, name, value, reason):

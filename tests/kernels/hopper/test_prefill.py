@@ -13,7 +13,7 @@ from paged_cases import expected, make_case, random_rows, run_poisoned, worst_er
 import hf_paged
 from hf_paged.attention import hopper_backend, triton_backend
 from hf_paged.attention.registry import BACKENDS, resolve_backend
-from hf_paged.kernels import gluon_support
+from hf_paged.kernels import hopper as gluon
 from hf_paged.kernels.attention.prefill import FULL_TILE, paged_attention_prefill
 from hf_paged.kernels.attention.types import TileQueue
 from hf_paged.kernels.hopper.prefill_support import BLOCK_M, packed_heads, takes, why_not_of, why_not_on
@@ -29,8 +29,8 @@ def hopper(monkeypatch):
     why_not_on.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(gluon_support.triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(gluon_support.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(gluon.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(gluon.triton, "__version__", "3.6.0")
     yield monkeypatch
     why_not_on.cache_clear()
 
@@ -43,10 +43,10 @@ def test_it_runs_where_it_was_tested(hopper):
 @pytest.mark.parametrize(("owner", "name", "value", "reason"), [
     (torch.cuda, "get_device_capability", lambda device=None: (10, 0), "does not run on compute capability 10.x"),
     (torch.cuda, "get_device_capability", lambda device=None: (8, 0), "does not run on compute capability 8.x"),
-    (gluon_support.triton, "__version__", "3.60.0", "was tested with triton 3.6, not 3.60.0"),
-    (gluon_support.triton, "__version__", "3.7.1", "was tested with triton 3.6, not 3.7.1"),
-    (gluon_support.triton.knobs.runtime, "interpret", True, "needs an NVIDIA GPU, not 'cuda:0'"),
-    (gluon_support, "triton", None, "needs triton, which is not installed"),
+    (gluon.triton, "__version__", "3.60.0", "was tested with triton 3.6, not 3.60.0"),
+    (gluon.triton, "__version__", "3.7.1", "was tested with triton 3.6, not 3.7.1"),
+    (gluon.triton.knobs.runtime, "interpret", True, "needs an NVIDIA GPU, not 'cuda:0'"),
+    (gluon, "triton", None, "needs triton, which is not installed"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_elsewhere_the_plain_kernel_runs(hopper, owner, name, value, reason):
     hopper.setattr(owner, name, value)

@@ -7,10 +7,10 @@ from pairs import every_pair
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from hf_paged.kernels.layer import qk_norm_rope_store as module
-from hf_paged.kernels.layer._qk_norm_rope_many import qk_norm_rope_store_many
-from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
 from hf_paged.kernels.layer.qk_norm_rope_store import (
+    HeadsToCache,
     qk_norm_rope_store,
+    qk_norm_rope_store_many,
     qk_norm_rope_store_reference,
     qk_norm_rope_store_triton,
 )

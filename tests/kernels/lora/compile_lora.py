@@ -19,7 +19,7 @@ from lora_cases import Case, make_case
 from pretended_gpu import Driver, OnGpu, pretend
 from triton.backends.compiler import GPUTarget
 
-from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
+from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache
 from hf_paged.kernels.lora.lora_expand import (
     Delta,
     _expand_kernel,

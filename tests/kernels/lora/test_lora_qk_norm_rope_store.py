@@ -6,8 +6,7 @@ import pytest
 import torch
 from lora_cases import make_case
 
-from hf_paged.kernels.layer.heads_to_cache import HeadsToCache
-from hf_paged.kernels.layer.qk_norm_rope_store import qk_norm_rope_store_reference
+from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store_reference
 from hf_paged.kernels.lora import lora_order
 from hf_paged.kernels.lora import lora_qk_norm_rope_store as module
 from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_reference

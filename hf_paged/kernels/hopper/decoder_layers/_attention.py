@@ -46,7 +46,7 @@ def take_heads(words, tag, memory, rope, q_norm, k_norm, k_new, v_new, stores, e
     kv_head = program % KV_HEADS
     is_last = split_of(program, S) == SPLITS - 1
     warp = gl.arange(0, 8, gl.SliceLayout(1, unit))
-    # Heads that nobody needs are the group's first again.
+    # Heads beyond the group are the group's first again.
     head = gl.where(warp < GROUP, kv_head * GROUP + warp, kv_head * GROUP)
     head = gl.where(is_last & (warp == GROUP), HEADS + kv_head, head)
     head = gl.where(is_last & (warp == GROUP + 1), HEADS + KV_HEADS + kv_head, head)

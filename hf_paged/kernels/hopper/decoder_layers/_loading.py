@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from hf_paged.kernels._gluon import load_box
+from hf_paged.kernels.hopper._gluon import load_box
 from hf_paged.kernels.hopper.decoder_layers._shares import LANES, PAGE, together, span
 from hf_paged.kernels.hopper.decoder_layers.shape import FAR_BITS
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra import libdevice
 
-from hf_paged.kernels._gluon import constexpr_function
+from hf_paged.kernels.hopper._gluon import constexpr_function
 from hf_paged.kernels.hopper.decoder_layers._shares import LANES, together
 from hf_paged.kernels.hopper.decoder_layers._words import places, take_hidden, take_piece, take_row, word
 

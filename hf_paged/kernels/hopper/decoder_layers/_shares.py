@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from hf_paged.kernels._gluon import constexpr_function
+from hf_paged.kernels.hopper._gluon import constexpr_function
 from hf_paged.kernels.hopper.decoder_layers.shape import LINE, PAGE_POSITIONS, chunks_together
 
 LANES = gl.constexpr(LINE)

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from hf_paged.kernels._gluon import barrier, reinterpret
+from hf_paged.kernels.hopper._gluon import barrier, reinterpret
 from hf_paged.kernels.build.compiling import noted
 from hf_paged.kernels.hopper.decoder_layers._attention import attend, join, rope_of, take_heads
 from hf_paged.kernels.hopper.decoder_layers._loading import load
@@ -121,7 +121,7 @@ def _compute(hidden, out, table, words, epoch, cos, sin, slot, length, final_nor
         lane = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
         for piece in gl.static_range(PIECES):
             gl.store(out + row * HIDDEN + piece * COLUMNS + line * 64 + lane, memory.x.index(piece).load(layout))
-        # Everybody has read it: nobody could have put a value otherwise.
+        # All programs have read it, or no value could have been put.
         gl.store(epoch, launch + 1)
 
 

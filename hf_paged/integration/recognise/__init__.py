@@ -1,0 +1,1 @@
+"""Recognition of calls of `model.generate` that the engine carries out exactly as stock would."""

@@ -1,0 +1,406 @@
+# mypy: disallow-untyped-defs=False
+"""Paged attention for rows and prompts that share prefixes: what a group shares is read once for a tile of its rows.
+
+Over planned parts (`hf_paged/attention/plan_decode.py`, `plan_prompts.py`). A tile of a group's queries is one operand
+of the tensor cores, as in Hydragen (Juravsky et al. 2024, arXiv 2402.05099), ChunkAttention (Ye et al. 2024, arXiv
+2402.15220, whose prefix tree nests as groups do) and FlashInfer's cascade inference (Ye et al. 2025, arXiv 2501.01005,
+which joins partial results by their sums of weights, too).
+
+* Rows of one new token: the parts of all levels and rows run beside each other in one grid; a small second launch joins
+  them. (Joining by the program that finishes a row's last piece, as in `decode`, made that program join a whole tile of
+  rows alone, which took longer than everything before it.)
+* Prompts: tiles of several rows' queries over what lies ahead of all new tokens, which no row has to mask, with tokens
+  in place of rows; then `prefill` over each row's own positions. Its tiles start from the parts of their rows, in the
+  order of the positions that these are of.
+
+A part is of one row, or one token, and of some of its positions: the weighted sum of values, the largest score (base 2)
+and the sum of weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_paged.kernels._triton import (
+    after_previous_kernel,
+    cdiv,
+    column_numbers,
+    constants,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    pdl_options,
+    pdl_supported,
+    require_triton,
+    tl,
+)
+from hf_paged.kernels.attention._tile import (
+    KernelShape,
+    add_scores,
+    attend_tile,
+    blocks_of,
+    blocks_of_tile,
+    launch_arguments,
+    load_keys,
+    load_values,
+    partial_results,
+    scores_of,
+)
+from hf_paged.kernels.attention.decode import MIN_SPLIT
+from hf_paged.kernels.attention.prefill import SharedParts, paged_attention_prefill
+from hf_paged.kernels.attention.types import (
+    AttentionOptions,
+    GroupedConfig,
+    GroupedWork,
+    PagedMetadata,
+    PartItem,
+    PromptWork,
+    RowEntry,
+    positively_scaled,
+)
+
+_ROWS, _FIRST, _SLOT, _BEGIN, _END, _SPLIT, _SPLITS, _PART, _LENGTH, _PART_FIELDS = column_numbers(PartItem)
+_ROW_PART, _ROW_PIECES, _MEMBER, _MEMBER_PART, _MEMBER_LENGTH, _ROW_FIELDS = column_numbers(RowEntry)
+
+# A split of a group of prompts of less costs more in its partial results than it gains.
+MIN_PROMPT_SPLIT = 128
+# A group's split has all its rows' partial results to write: shorter ones cost more in that than they gain.
+MIN_GROUP_SPLIT = 128
+# By bytes of one head's key (padded). Measured on an H200 for 256 bytes; larger tiles for larger
+# groups were no faster, since three programs a multiprocessor hide more than they save.
+_G = GroupedConfig
+_DEEP = {
+    64: _G(64, 64, 3, 64, 3, 4, 3, 168),
+    128: _G(64, 64, 3, 64, 3, 4, 3, 168),
+    256: _G(64, 32, 3, 64, 3, 4, 3, 168),
+    512: _G(64, 32, 2, 32, 3, 4, 2),
+}
+_SHALLOW = {
+    64: _G(64, 64, 2, 64, 2, 4, 3),
+    128: _G(64, 64, 2, 64, 2, 4, 2),
+    256: _G(64, 32, 2, 32, 2, 4, 2),
+    512: _G(32, 16, 2, 16, 2, 4, 2),
+}
+# An exact fp32 dot runs on the plain cores out of registers, where larger tiles spill.
+_FLOAT = {
+    64: _G(16, 32, 2, 32, 2, 4, 2),
+    128: _G(16, 32, 2, 32, 2, 4, 2),
+    256: _G(16, 32, 2, 32, 2, 4, 2),
+    512: _G(16, 16, 2, 16, 2, 4, 2),
+    1024: _G(16, 16, 2, 16, 2, 4, 2),
+}
+# Shared memory a block needs for the deep configurations; smaller GPUs (sm_86, sm_89: 99 KiB) take the shallow ones.
+_DEEP_SHARED_MEMORY = 160 << 10
+
+
+def grouped_config(head_dim_pad: int, itemsize: int, group: int, shared_memory: int) -> GroupedConfig:
+    """Tiles for a head size and query heads of a KV head. `shared_memory`: bytes a block may have."""
+    configs = _FLOAT if itemsize == 4 else _DEEP if shared_memory >= _DEEP_SHARED_MEMORY else _SHALLOW
+    config = configs[max(64, head_dim_pad * itemsize)]
+    return config._replace(block_m=max(config.block_m, next_power_of_2(group)))
+
+
+@jit()
+def cut_positions(begin, end, split, splits, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr):
+    """Split number `split` of positions ``begin .. end - 1``, in whole tiles; none where it is empty."""
+    first_tile = begin // BLOCK_N
+    tiles = tl.maximum(tl.cdiv(tl.cdiv(end, BLOCK_N) - first_tile, splits), MIN_TILES)
+    loop_begin = (first_tile + split * tiles) * BLOCK_N
+    loop_end = tl.minimum(loop_begin + tiles * BLOCK_N, end)
+    return loop_begin, tl.where(begin < end, loop_end, loop_begin)
+
+
+@jit()
+def _store_part(acc, top, total, partial_acc, partial_sums, part, query_head, live, S: tl.constexpr):
+    lane = tl.arange(0, S.head_pad)
+    place = part * (S.kv_heads * S.group) + query_head
+    inside = live[:, None] & (lane < S.head_dim)[None, :]
+    tl.store(partial_acc + place[:, None] * S.head_dim + lane[None, :], acc, mask=inside)
+    tl.store(partial_sums + place * 2, top, mask=live)
+    tl.store(partial_sums + place * 2 + 1, total, mask=live)
+
+
+@jit()
+def _store_nothing(partial_sums, part, query_head, live, S: tl.constexpr):
+    """A part out of sight: what it would have in `partial_acc` is not read."""
+    place = part * (S.kv_heads * S.group) + query_head
+    zero = tl.zeros(place.shape, tl.float32)
+    tl.store(partial_sums + place * 2, zero + float("-inf"), mask=live)
+    tl.store(partial_sums + place * 2 + 1, zero, mask=live)
+
+
+@jit()
+def _shared_part(
+    q, k_cache, v_cache, partial_acc, partial_sums, table, block_table, q_stride_t, q_stride_h, table_stride, window,
+    scale_log2, softcap_log2, head, rows, first, slot, begin, end, split, splits, piece, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MIN_TILES: tl.constexpr, S: tl.constexpr,
+):
+    """A split of what a tile of rows shares. Tile row m is query head m % group of the tile's row m // group."""
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, S.head_pad)
+    member = m // S.group
+    live = member < rows
+    entry = table + (first + member) * _ROW_FIELDS
+    row = tl.load(entry + _MEMBER, mask=live, other=0).to(tl.int64)
+    part = tl.load(entry + _MEMBER_PART, mask=live, other=0).to(tl.int64) + piece
+    query_head = head * S.group + m % S.group
+    row_begin = begin
+    if S.has_window:
+        row_begin = tl.maximum(tl.load(entry + _MEMBER_LENGTH, mask=live, other=0) - window, 0)
+        begin = tl.maximum(begin, tl.min(tl.where(live, row_begin, end), 0))
+    loop_begin, loop_end = cut_positions(begin, end, split, splits, BLOCK_N, MIN_TILES)
+    if loop_begin < loop_end:
+        table_row = block_table + slot * table_stride
+        inside = live[:, None] & (lane < S.head_dim)[None, :]
+        q_tile = tl.load(q + row[:, None] * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :],
+                         mask=inside, other=0.0)
+        acc = tl.zeros([BLOCK_M, S.head_pad], tl.float32)
+        # Finite and below every score: with -inf a row that has seen nothing yet would compute -inf - -inf.
+        top = tl.full([BLOCK_M], -3.0e38, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        # Each tile's blocks are looked up one tile ahead, so that its loads need not wait for the lookup.
+        blocks = blocks_of_tile(table_row, loop_begin, begin, loop_end, n, BLOCK_N, True, S)
+        for start in tl.range(loop_begin, loop_end, BLOCK_N, num_stages=STAGES):
+            k = load_keys(k_cache, blocks, start, n, head, BLOCK_N, S)
+            v = load_values(v_cache, blocks, start, begin, loop_end, n, head, BLOCK_N, True, S)
+            blocks = blocks_of_tile(table_row, start + BLOCK_N, begin, loop_end, n, BLOCK_N, True, S)
+
+            score, scale = scores_of(q_tile, k, scale_log2, softcap_log2, S)
+            position = start + n
+            readable = ((position >= begin) & (position < loop_end))[None, :]
+            if S.has_window:
+                readable = readable & (position[None, :] >= row_begin[:, None])
+            score = tl.where(readable, score, float("-inf"))
+            acc, top, total = add_scores(acc, top, total, score, scale, v)
+        _store_part(acc, top, total, partial_acc, partial_sums, part, query_head, live, S)
+    else:
+        _store_nothing(partial_sums, part, query_head, live, S)
+
+
+@jit()
+def _own_part(
+    q, k_cache, v_cache, out, partial_acc, partial_sums, block_table, sinks, q_stride_t, q_stride_h, table_stride,
+    window, scale_log2, softcap_log2, head, row, slot, begin, end, split, splits, part, length, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MIN_TILES: tl.constexpr, S: tl.constexpr,
+):
+    """A split of a row's own positions. The group's heads are the rows of one tile, padded to what tl.dot takes."""
+    if S.has_window:
+        begin = tl.maximum(begin, length - window)
+    loop_begin, loop_end = cut_positions(begin, end, split, splits, BLOCK_N, MIN_TILES)
+    table_row = block_table + slot * table_stride
+    n = tl.arange(0, BLOCK_N)
+    # The next tile's block ids come a tile ahead, so that its loads of K and V need not wait for them.
+    block = blocks_of(table_row, loop_begin + n, begin, loop_end, S)
+    m = tl.arange(0, BLOCK_M)
+    lane = tl.arange(0, S.head_pad)
+    query_head = head * S.group + m
+    live = m < S.group
+    inside = live[:, None] & (lane < S.head_dim)[None, :]
+    q_tile = tl.load(q + row * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=inside, other=0.0)
+    acc = tl.zeros([BLOCK_M, S.head_pad], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if S.has_sinks:
+        # Of several pieces, the joining counts it.
+        sink = tl.load(sinks + query_head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.where(part < 0, tl.maximum(sink, -3.0e38), top)
+        total = tl.where(part < 0, 1.0, total)
+    for start in tl.range(loop_begin, loop_end, BLOCK_N, num_stages=STAGES):
+        position = start + n
+        next_block = blocks_of(table_row, position + BLOCK_N, begin, loop_end, S)
+        readable = (position >= begin) & (position < loop_end)
+        acc, top, total = attend_tile(
+            q_tile, acc, top, total, k_cache, v_cache, block, head, position, readable,
+            scale_log2, softcap_log2, S,
+        )
+        block = next_block
+
+    if part < 0:
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        offset = (row * (S.kv_heads * S.group) + query_head)[:, None] * S.head_dim + lane[None, :]
+        tl.store(out + offset, result.to(out.dtype.element_ty), mask=inside)
+    elif loop_begin < loop_end:
+        _store_part(acc, top, total, partial_acc, partial_sums, part, query_head, live, S)
+    else:
+        _store_nothing(partial_sums, part, query_head, live, S)
+
+
+@jit(varying_pointers=("items", "table"))
+def _grouped_kernel(
+    q, k_cache, v_cache, out, partial_acc, partial_sums, items, table, block_table, sinks, q_stride_t, q_stride_h,
+    table_stride, window, scale_log2, softcap_log2, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, MIN_TILES: tl.constexpr, OWN_BLOCK_M: tl.constexpr, OWN_BLOCK_N: tl.constexpr,
+    OWN_STAGES: tl.constexpr, OWN_MIN_TILES: tl.constexpr, PDL: tl.constexpr,
+):
+    """A program computes an item of the plan for one KV head. OWN_BLOCK_M of 0: no item is of a row's own positions."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # the joining may be put on the machine: it waits for all of this
+    head = tl.program_id(0)
+    columns = items + tl.program_id(1) * _PART_FIELDS
+    # All at once, and not each where it is needed: one way to memory before the next.
+    rows = tl.load(columns + _ROWS)
+    first = tl.load(columns + _FIRST)
+    slot = tl.load(columns + _SLOT).to(tl.int64)
+    begin = tl.load(columns + _BEGIN)
+    end = tl.load(columns + _END)
+    split = tl.load(columns + _SPLIT)
+    splits = tl.load(columns + _SPLITS)
+    part = tl.load(columns + _PART).to(tl.int64)
+    length = tl.load(columns + _LENGTH)
+    if rows > 0:
+        _shared_part(
+            q, k_cache, v_cache, partial_acc, partial_sums, table, block_table, q_stride_t, q_stride_h, table_stride,
+            window, scale_log2, softcap_log2, head, rows, first, slot, begin, end, split, splits, part, BLOCK_M,
+            BLOCK_N, STAGES, MIN_TILES, S,
+        )
+    elif OWN_BLOCK_M > 0:  # noqa: SIM102  (decided at compile time)
+        if rows == 0:
+            _own_part(
+                q, k_cache, v_cache, out, partial_acc, partial_sums, block_table, sinks, q_stride_t, q_stride_h,
+                table_stride, window, scale_log2, softcap_log2, head, first.to(tl.int64), slot, begin, end, split,
+                splits, part, length, OWN_BLOCK_M, OWN_BLOCK_N, OWN_STAGES, OWN_MIN_TILES, S,
+            )
+
+
+@jit(varying_pointers=("table",))
+def _join_kernel(out, partial_acc, partial_sums, table, sinks, S: tl.constexpr, PIECES: tl.constexpr,
+                 PDL: tl.constexpr):
+    """A row's pieces in order, `PIECES` at a time, for the query heads of one KV head."""
+    HEADS: tl.constexpr = S.kv_heads * S.group
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    part = tl.load(table + row * _ROW_FIELDS + _ROW_PART).to(tl.int64)
+    pieces = tl.load(table + row * _ROW_FIELDS + _ROW_PIECES)
+    # The plan comes from copies, which end every PDL chain: it is read ahead of the wait.
+    after_previous_kernel(PDL)
+    if pieces == 1:
+        return
+    group = tl.arange(0, S.group_pad)
+    lane = tl.arange(0, S.head_pad)
+    query_head = head * S.group + group
+    live = group < S.group
+    acc = tl.zeros([S.group_pad, S.head_pad], tl.float32)
+    top = tl.full([S.group_pad], float("-inf"), tl.float32)
+    total = tl.zeros([S.group_pad], tl.float32)
+    if S.has_sinks:
+        # A score without a value, of weight 1 at its own height, in base 2 by log2(e).
+        sink = tl.load(sinks + query_head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(sink, -3.0e38)
+        total += 1.0
+    for start in range(0, pieces, PIECES):
+        piece = start + tl.arange(0, PIECES)
+        place = (part + piece)[:, None] * HEADS + query_head[None, :]
+        inside = (piece < pieces)[:, None] & live[None, :]
+        tops = tl.load(partial_sums + place * 2, mask=inside, other=float("-inf"))
+        totals = tl.load(partial_sums + place * 2 + 1, mask=inside, other=0.0)
+        values = tl.load(
+            partial_acc + place[:, :, None] * S.head_dim + lane[None, None, :],
+            mask=inside[:, :, None] & (lane < S.head_dim)[None, None, :], other=0.0,
+        )
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        # A row that has seen nothing yet: every weight is 0.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(tops - shift[None, :])
+        rescale = tl.exp2(top - shift)
+        total = total * rescale + tl.sum(totals * weight, 0)
+        # What a piece out of sight did not write may be NaN.
+        values = tl.where((tops > float("-inf"))[:, :, None], values, 0.0)
+        acc = acc * rescale[:, None] + tl.sum(values * weight[:, :, None], 0)
+        top = new_top
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    offset = (row * HEADS + query_head)[:, None] * S.head_dim + lane[None, :]
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=live[:, None] & (lane < S.head_dim)[None, :])
+
+
+def _join_parts(out: torch.Tensor, acc: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor,
+                sinks: torch.Tensor | None, shape: KernelShape) -> None:
+    """Fill the lines of ``out`` [R, Hq, D] that have several parts.
+
+    Args:
+        acc, sums: ``[num_parts, Hq, D]`` and ``[num_parts, Hq, 2]``, float32.
+        rows: ``[R, ROW_FIELDS]`` int32, see :class:`~hf_paged.kernels.attention.types.RowEntry`.
+    """
+    with on_device_of(out):
+        _join_kernel[(shape.kv_heads, len(out))](
+            out, acc, sums, rows, sinks,
+            # one kernel for all of these
+            S=constants(shape._replace(block_size=0, has_window=False, has_softcap=False)),
+            # 32 elements a thread of two warps.
+            PIECES=min(8, max(1, 2048 // (shape.group_pad * shape.head_pad))),
+            num_warps=2,
+            **pdl_options(out),
+        )
+
+
+def _launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
+            options: AttentionOptions, work: GroupedWork, out: torch.Tensor | None, sinks: torch.Tensor | None,
+            **tiles: Any) -> tuple[torch.Tensor, torch.Tensor, KernelShape]:
+    """Compute the items of ``work``: parts of results, and with ``out`` rows that have one part."""
+    config, (numbers, shape) = work.config, launch_arguments(q, k_cache, meta, options)
+    acc, sums = partial_results(work.num_parts, q)
+    registers = {} if config.max_registers is None else {"maxnreg": config.max_registers}
+    with on_device_of(q):
+        _grouped_kernel[(shape.kv_heads, len(work.items))](
+            q, k_cache, v_cache, out, acc, sums, work.items, work.rows, meta.block_table, sinks, *numbers,
+            S=constants(shape),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
+            **tiles, **registers,
+        )
+    return acc, sums, shape
+
+
+def paged_attention_grouped(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata, options: AttentionOptions, *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`~hf_paged.attention.registry.paged_attention` of one new token a row, over ``meta.work``.
+
+    fp16, bf16 or fp32; head_dim up to 256. The grid and the memory for parts depend on the shapes of the plan alone: a
+    CUDA graph serves every plan of the same shapes and tile.
+
+    Args:
+        meta: its ``work`` is a :class:`~hf_paged.kernels.attention.types.GroupedWork`.
+        out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
+    """
+    require_triton()
+    work = meta.work
+    assert isinstance(work, GroupedWork), "the plan of a grouped step"
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    q, options = positively_scaled(q, options)
+    config, group_pad = work.config, next_power_of_2(q.shape[1] // k_cache.shape[2])
+    acc, sums, shape = _launch(
+        q, k_cache, v_cache, meta, options, work, out, options.sinks,
+        MIN_TILES=cdiv(MIN_GROUP_SPLIT, config.block_n), OWN_BLOCK_M=max(16, group_pad),
+        OWN_BLOCK_N=config.own_block_n, OWN_STAGES=config.own_stages,
+        OWN_MIN_TILES=cdiv(MIN_SPLIT, config.own_block_n), PDL=pdl_supported(q.device),
+    )
+    _join_parts(out, acc, sums, work.rows, options.sinks, shape)
+    return out
+
+
+def paged_attention_grouped_prefill(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata, options: AttentionOptions, *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`~hf_paged.attention.registry.paged_attention` for rows of any length, over ``meta.work``.
+
+    fp16, bf16 or fp32; head_dim up to 256. The grids and the memory for parts depend on the shapes of the plan alone: a
+    CUDA graph serves every plan of the same shapes and tile.
+
+    Args:
+        meta: its ``work`` is a :class:`~hf_paged.kernels.attention.types.PromptWork`.
+        out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
+    """
+    require_triton()
+    assert isinstance(meta.work, PromptWork), "the plan of prompts that share prefixes"
+    work, own_begin = meta.work
+    q, options = positively_scaled(q, options)
+    acc, sums, _ = _launch(
+        q, k_cache, v_cache, meta, options, work, None, None, MIN_TILES=cdiv(MIN_PROMPT_SPLIT, work.config.block_n),
+        OWN_BLOCK_M=0, OWN_BLOCK_N=0, OWN_STAGES=0, OWN_MIN_TILES=0, PDL=False,
+    )
+    shared = SharedParts(own_begin, work.rows, acc, sums)
+    return paged_attention_prefill(q, k_cache, v_cache, meta, options, out=out, shared=shared)

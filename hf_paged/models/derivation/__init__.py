@@ -1,0 +1,5 @@
+"""Outlines of models whose classes stand in no table, made from their proofs, and stored beside the proofs."""
+
+from hf_paged.models.derivation.deriving import derive, derived
+
+__all__ = ["derive", "derived"]

@@ -1,0 +1,52 @@
+"""Contents of a model's modules besides the numbers of their tensors, as values that JSON holds and that compare."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hf_paged.models.proof.store import values_of
+
+# Where a model comes from, how it is trained, and which row of an embedding gets no gradient.
+_NOT_READ = frozenset({"name_or_path", "warnings_issued", "generation_config", "model_tags", "training",
+                       "gradient_checkpointing", "padding_idx"})
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def contents_of(model: nn.Module) -> dict[str, Any]:
+    """Return what each module below a model holds by name, by the module's path: values, and shapes of tensors."""
+    digests: dict[int, str] = {}
+
+    def digest(config: PreTrainedConfig) -> str:
+        if id(config) not in digests:
+            digests[id(config)] = hashlib.sha256(values_of(config).encode()).hexdigest()[:16]
+        return digests[id(config)]
+
+    return {path: _of_module(module, digest) for path, module in model.named_modules() if path}
+
+
+def _of_module(module: nn.Module, digest: Callable[[PreTrainedConfig], str]) -> dict[str, Any]:
+    held = {name: _described(value, digest) for name, value in vars(module).items()
+            if name[0] != "_" and name not in _NOT_READ}
+    tensors = {**module._parameters, **module._buffers}
+    return held | {f"shape of {name}": list(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+
+
+def _described(value: Any, digest: Callable[[PreTrainedConfig], str]) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, PreTrainedConfig):
+        return digest(value)
+    if isinstance(value, (list, tuple)):
+        return [_described(one, digest) for one in value]
+    if isinstance(value, dict):
+        return {str(name): _described(one, digest) for name, one in value.items()}
+    if isinstance(value, (torch.dtype, torch.Size)):
+        return str(value)
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,122 @@
+"""Layout of a model of some class and config, read off one forward on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_paged.guards.origin import package_of
+from hf_paged.models.base import AttentionMask
+from hf_paged.models.derivation.contents import contents_of
+from hf_paged.models.derivation.executor import AttentionLayout
+from hf_paged.models.proof.calls import AttentionRecord
+from hf_paged.models.proof.clone import on_meta
+from hf_paged.models.proof.outline import outline_of
+from hf_paged.models.proof.verdict import Refused
+from hf_paged.models.rope import longest_length
+
+MOST_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a model of some class and config is made of, without its weights.
+
+    ``contents``: of each module by path, what `contents_of` says.
+    """
+
+    body: str
+    calls: tuple[AttentionLayout, ...]
+    classes: dict[str, type]
+    contents: dict[str, Any]
+    num_logits: int
+    positions: int
+
+
+def lay_out(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Layout:
+    """Return the layout of models of this class and config; may raise `Refused`."""
+    model = on_meta(cls, config)
+    classes = {path: type(module) for path, module in model.named_modules() if path}
+    if odd := next((path for path, kind in classes.items() if package_of(kind) not in ("torch", "transformers")), None):
+        raise Refused(f"{odd} is a {classes[odd].__name__}, no class of torch or transformers")
+    contents = contents_of(model)
+    with watched_forwards(model) as seen:
+        calls = outline_of(model).calls
+    if (limit := positions_of(model.config)) is None:
+        raise Refused("its config names no number of positions")
+    check_pages(calls)
+    body = body_of(seen.entered, [call.module for call in calls])
+    return Layout(body, tuple(map(_layout_of, calls)), classes, contents, seen.num_logits, limit)
+
+
+class Forwards:
+    """Paths of modules in the order in which a forward entered them, and the number of its logits."""
+
+    def __init__(self) -> None:
+        self.entered: list[str] = []
+        self.num_logits = 0
+
+
+@contextmanager
+def watched_forwards(model: nn.Module) -> Iterator[Forwards]:
+    """Note what forwards of a model enter in a ``with`` block."""
+    seen, paths = Forwards(), {id(module): path for path, module in model.named_modules()}
+
+    def on_end(module: nn.Module, args: Any, output: Any) -> None:
+        seen.num_logits = output.logits.shape[-1]
+
+    hooks = [module.register_forward_pre_hook(lambda module, args: seen.entered.append(paths[id(module)]))
+             for module in model.modules()]
+    hooks.append(model.register_forward_hook(on_end))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def body_of(entered: list[str], attending: list[str]) -> str:
+    """Return the path of the outermost module that was entered, below the model, around all that attend."""
+    for path in filter(None, entered):
+        if all(module.startswith(f"{path}.") for module in attending):
+            return path
+    raise Refused("no module below the model makes all of its attention calls")
+
+
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Return the length of the longest sequence that a config has positions for, or None."""
+    text = config.get_text_config(decoder=True)
+    return longest_length(text, None) if isinstance(getattr(text, "max_position_embeddings", None), int) else None
+
+
+def _layout_of(call: AttentionRecord) -> AttentionLayout:
+    mask = AttentionMask(call.mask.size if call.mask.name == "sliding" else None)
+    return AttentionLayout(call.module, call.query_heads, call.key_heads, call.key_size, call.value_size, mask)
+
+
+def check_pages(calls: tuple[AttentionRecord, ...]) -> None:
+    """Raise `Refused` for calls whose keys and values pages, or kernels that read them, do not hold."""
+    for call in calls:
+        if call.mask.name == "chunked":
+            raise Refused(f"{call.module} attends within chunks of {call.mask.size} tokens, which kernels of GPUs do "
+                          "not take")
+        if call.key_size != call.value_size:
+            raise Refused(f"{call.module} has keys of {call.key_size} and values of {call.value_size} numbers a head, "
+                          "which kernels of GPUs do not take")
+        if call.key_size > MOST_HEAD_DIM:
+            raise Refused(f"{call.module} has heads of {call.key_size} numbers, and kernels of GPUs take "
+                          f"{MOST_HEAD_DIM} at most")
+        if (other := _shape(call)) != (first := _shape(calls[0])):
+            raise Refused(f"{call.module} has {other}, and {calls[0].module} {first}: kernels of GPUs take one shape")
+    modules = [call.module for call in calls]
+    if twice := next((module for module in modules if modules.count(module) > 1), None):
+        raise Refused(f"{twice} attends more than once in a forward, and caches of results hold one layer for each")
+
+
+def _shape(call: AttentionRecord) -> str:
+    return f"{call.query_heads} heads over {call.key_heads} of {call.key_size} numbers"

@@ -1,0 +1,53 @@
+"""Layouts in the folder of stored verdicts, as JSON."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from functools import reduce
+from typing import Any
+
+from hf_paged.models.base import AttentionMask
+from hf_paged.models.derivation.executor import AttentionLayout
+from hf_paged.models.derivation.layout import Layout
+from hf_paged.models.proof.store import read_values, write_values
+from hf_paged.models.proof.verdict import Verdict
+
+
+def read(key: str) -> tuple[Verdict, Layout | None] | None:
+    """Return the verdict stored for a key, with a layout if it is "proved"; None if there is none, or a damaged one."""
+    values = read_values(key)
+    try:
+        verdict = Verdict.from_json(values["verdict"])
+        return None if verdict is None else (verdict, _layout(values["layout"]))
+    except (TypeError, ValueError, AttributeError, LookupError):
+        return None
+
+
+def write(key: str, verdict: Verdict, layout: Layout | None) -> None:
+    write_values(key, {"verdict": verdict.to_json(), "layout": None if layout is None else _values(layout)})
+
+
+def _values(layout: Layout) -> dict[str, Any]:
+    names = {path: f"{kind.__module__}:{kind.__qualname__}" for path, kind in layout.classes.items()}
+    kinds = sorted(set(names.values()))
+    numbers = {path: kinds.index(name) for path, name in names.items()}
+    return asdict(replace(layout, classes={})) | {"classes": numbers, "kinds": kinds}
+
+
+def _layout(values: dict[str, Any] | None) -> Layout | None:
+    if values is None:
+        return None
+    kinds = [_class(name) for name in values["kinds"]]
+    classes = {path: kinds[number] for path, number in values["classes"].items()}
+    calls = tuple(AttentionLayout(*call)._replace(mask=AttentionMask(*call[-1])) for call in values["calls"])
+    return Layout(values["body"], calls, classes, values["contents"], values["num_logits"], values["positions"])
+
+
+def _class(name: str) -> type:
+    """Return a class of a file that is imported already, as those of a model at hand are."""
+    module, qualname = name.split(":")
+    found: Any = reduce(getattr, qualname.split("."), sys.modules[module])
+    if not isinstance(found, type):
+        raise LookupError(name)
+    return found

@@ -1,0 +1,1 @@
+"""Checks of a clone, each of which raises `Refused` with what differs."""

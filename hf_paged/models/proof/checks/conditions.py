@@ -1,0 +1,73 @@
+"""Conditions of modeling code of which only one way ran, and that the config alone does not decide."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from hf_paged.models.proof.line_counts import LineCounts, parsed
+
+# Conditions that were read, and found to change no logits of a packed step, by a part of their text.
+_HARMLESS = (
+    "expert_idx == self.num_experts", "n_rep == 1", "is_cross_attention", "layer_type is None", "theta",
+    "kwargs.get(", "i == self.first_kv_shared_layer_idx",
+    "hidden_states.shape[1] == (input_ids if input_ids is not None else inputs_embeds).shape[1]",
+)
+# Arguments of a forward: which of them are given is the same in every step.
+_ARGUMENTS = {
+    "use_cache", "output_attentions", "output_hidden_states", "return_dict", "labels", "kwargs", "logits_to_keep",
+    "output_router_logits", "inputs_embeds", "input_ids", "attention_mask", "cache", "past_key_values",
+    "position_ids", "encoder_hidden_states", "config",
+}
+_FIXED_CALLS = ("isinstance", "hasattr", "getattr", "is_torchdynamo_compiling", "is_tracing", "callable")
+
+
+def one_way_conditions(lines: LineCounts) -> list[str]:
+    """Return the conditions of functions that ran, of which one way did not, each as a sentence's part."""
+    found = {text for file in lines.files for function in ast.walk(parsed(file))
+             if isinstance(function, ast.FunctionDef) and function.name != "__init__"
+             for text in _of_function(lines, file, function)}
+    return sorted(text for text in found if not any(known in text for known in _HARMLESS))
+
+
+def _of_function(lines: LineCounts, file: str, function: ast.FunctionDef) -> Iterator[str]:
+    for node in ast.walk(function):
+        if not isinstance(node, (ast.If, ast.While, ast.IfExp)) or not lines.ran(file, node) or is_fixed(node.test):
+            continue
+        test = f"`{ast.unparse(node.test)[:90]}` in {function.name}"
+        if isinstance(node, ast.IfExp):  # lines do not tell which way it took
+            yield f"it is not known which ways {test} took"
+            continue
+        yes = lines.ran(file, node.body[0])
+        no = lines.ran(file, node.orelse[0]) if node.orelse else lines.ran(file, node) - yes
+        if yes <= 0 or no <= 0:
+            yield f"{test} was never {'true' if yes <= 0 else 'false'}"
+
+
+def is_fixed(test: ast.expr) -> bool:
+    """Return whether a condition is decided by the config, by train mode, or by which arguments are given."""
+    match test:
+        case ast.BoolOp(values=values) | ast.Tuple(elts=values) | ast.List(elts=values) | ast.Set(elts=values):
+            return all(map(is_fixed, values))
+        case ast.UnaryOp(operand=operand):
+            return is_fixed(operand)
+        case ast.BinOp(left=left, right=right):
+            return is_fixed(left) and is_fixed(right)
+        case ast.Compare(left=left, ops=ops, comparators=comparators):
+            return (all(isinstance(one, (ast.Is, ast.IsNot)) for one in ops)
+                    or all(map(is_fixed, (left, *comparators))))
+        case ast.Call(func=func):
+            name = ast.unparse(func)
+            return name in _FIXED_CALLS or name.startswith(("is_", "logger."))
+        case ast.Constant():
+            return True
+        case ast.Name() | ast.Attribute() | ast.Subscript():
+            return _is_fixed_name(ast.unparse(test))
+    return False
+
+
+def _is_fixed_name(text: str) -> bool:
+    root = text.split(".")[0].split("[")[0]
+    if root == "self":
+        return not any(word in text for word in (".shape", ".size"))
+    return root == "config" or (root in _ARGUMENTS and "." not in text and "[" not in text)

@@ -1,0 +1,85 @@
+"""Lines of modeling files that ran in this thread, counted by a trace function."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_paged.models.proof.lengths import is_length
+
+
+def modeling_files(model: PreTrainedModel) -> frozenset[str]:
+    """Return the files with the classes of a model's modules and with their base classes of models, without torch's."""
+    own = {type(module) for module in model.modules()}
+    bases = {base for kind in own for base in kind.__mro__ if not _is_shared(base)}
+    return frozenset(file for kind in own | bases if not kind.__module__.startswith("torch.")
+                     and (file := _file_of(kind)))
+
+
+def _is_shared(kind: type) -> bool:
+    """Return whether a class is of the code that all models of transformers share."""
+    return kind.__module__.startswith("transformers.") and not kind.__module__.startswith("transformers.models.")
+
+
+def _file_of(kind: type) -> str | None:
+    try:
+        return inspect.getfile(kind)
+    except (TypeError, OSError):  # a class of Python itself
+        return None
+
+
+class LineCounts:
+    """Counts of the lines of some files that ran: `counts[file, line]`."""
+
+    def __init__(self, files: frozenset[str]) -> None:
+        self.files, self.counts = files, Counter[tuple[str, int]]()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count lines in a ``with`` block, and put back the thread's trace function behind it."""
+        before = sys.gettrace()
+        sys.settrace(self._on_call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._on_line if frame.f_code.co_filename in self.files else None
+
+    def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            self.counts[frame.f_code.co_filename, frame.f_lineno] += 1
+        return self._on_line
+
+    def ran(self, file: str, node: ast.stmt | ast.expr) -> int:
+        return self.counts[file, node.lineno]
+
+    def lengths(self) -> set[int]:
+        """Return literals that may be lengths: in functions that ran, in `__init__`s and at the level of the file."""
+        values: set[Any] = {node.value for file in self.files for part in self._read(file) for node in ast.walk(part)
+                            if isinstance(node, ast.Constant)}
+        return {int(value) for value in values if is_length(value)}
+
+    def _read(self, file: str) -> Iterator[ast.AST]:
+        tree = parsed(file)
+        yield from (node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and (
+                    node.name == "__init__" or any(self.ran(file, line) for line in node.body)):
+                yield from node.body
+
+
+@functools.lru_cache(maxsize=16)
+def parsed(file: str) -> ast.Module:
+    return ast.parse(Path(file).read_text())

@@ -1,0 +1,82 @@
+"""Outline of a full-size model, from one forward on the meta device: its attention calls, and the code that ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_paged.models.proof.calls import AttentionRecord, Recorder
+from hf_paged.models.proof.clone import on_meta
+from hf_paged.models.proof.interface import answered_by, configs_of
+from hf_paged.models.proof.lengths import config_lengths
+from hf_paged.models.proof.line_counts import LineCounts, modeling_files
+from hf_paged.models.proof.stock import parameters_of
+from hf_paged.models.proof.verdict import Refused
+
+_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a forward of 8 tokens does, whatever its numbers are."""
+
+    calls: tuple[AttentionRecord, ...]
+    lines: frozenset[str]  # of modeling files, as "file:line"
+    classes: frozenset[str]  # of modules, with their modules' names
+
+
+def outline(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Outline:
+    """Run a model of this config on the meta device, without weights; may raise `Refused`."""
+    return outline_of(on_meta(cls, config))
+
+
+def outline_of(model: PreTrainedModel) -> Outline:
+    """Run a model that is on the meta device; may raise `Refused`."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise Refused("the model has an encoder beside its decoder")
+    if "position_ids" not in parameters_of(model):
+        raise Refused("its forward takes no position_ids")
+    model.bfloat16()  # grouped products of experts take no float32
+    for one in configs_of(model):
+        one._experts_implementation_internal = "grouped_mm"
+    recorder = Recorder(model, farthest(model.config), _no_numbers)
+    lines = LineCounts(modeling_files(model))
+    with answered_by(model, recorder) as recorder.masks, torch.no_grad(), lines.counting():
+        # A mask of ones, as stock's `generate` has: without a mask, transformers looks at the positions' numbers.
+        model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long, device="meta"),
+              position_ids=torch.arange(_TOKENS, device="meta")[None],
+              attention_mask=torch.ones(1, _TOKENS, dtype=torch.long, device="meta"), use_cache=False, return_dict=True)
+    if not recorder.calls:
+        raise Refused("no module calls the attention interface of transformers")
+    classes = {f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()}
+    return Outline(tuple(recorder.calls), frozenset(f"{file}:{line}" for file, line in lines.counts),
+                   frozenset(classes))
+
+
+def farthest(config: PreTrainedConfig) -> int:
+    """Return a position beyond every number of a config that may be a length."""
+    return max(config_lengths(config) | {1000}) + 50
+
+
+def check_alike(full: Outline, small: Outline) -> None:
+    """Raise `Refused` with what a model does and its clone does not, or the other way round."""
+    if lines := sorted(full.lines ^ small.lines):
+        places = ", ".join(Path(line).name for line in lines[:3])
+        raise Refused(f"the full size runs other code than a small clone, at {places}")
+    if classes := sorted(full.classes ^ small.classes):
+        raise Refused(f"the full size has other modules than a small clone: {', '.join(classes[:3])}")
+    if kinds := sorted(map(str, _kinds(full) ^ _kinds(small))):
+        raise Refused(f"the full size attends otherwise than a small clone: {', '.join(kinds[:3])}")
+
+
+def _kinds(one: Outline) -> set[tuple]:
+    return {(call.mask, call.softcap, call.sinks) for call in one.calls}
+
+
+def _no_numbers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any) -> torch.Tensor:
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[3])

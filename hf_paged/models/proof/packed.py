@@ -1,0 +1,111 @@
+"""Packed steps of a clone over paged keys and values, in torch: what a native step does, without kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_paged.models.proof.calls import AttentionRecord
+from hf_paged.models.proof.interface import answered_by, embeddings_of
+from hf_paged.models.proof.mask_kinds import MaskKind
+from hf_paged.models.proof.verdict import Refused
+
+BLOCK = 16
+Row = int | str  # name of a sequence
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_at: torch.Tensor, key_at: torch.Tensor,
+           mask: MaskKind, scaling: float | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attend with one row's tokens: query [T, Hq, D] over key [S, Hkv, D] and value [S, Hkv, Dv] -> [T, Hq, Dv]."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = torch.einsum("thd,shd->hts", query, key) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask.sees(query_at, key_at), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, scores.shape[1], 1)], -1)
+    weights = torch.softmax(scores, -1)[..., : key.shape[0]]
+    return torch.einsum("hts,shd->thd", weights, value)
+
+
+class PackedSteps:
+    """Steps over rows of packed tokens, and a pool of shuffled blocks for each attention call of a forward.
+
+    `unread`: rows whose attention is zero, because no logits of theirs are compared.
+    """
+
+    def __init__(self, model: PreTrainedModel, calls: Sequence[AttentionRecord], blocks: int, *, softcap: bool,
+                 unread: Collection[Row] = ()) -> None:
+        self._model, self._calls, self._softcap, self._unread = model, calls, softcap, unread
+        dtype = embeddings_of(model).dtype
+        self._keys = [torch.full((blocks * BLOCK, call.key_heads, call.key_size), 3.0, dtype=dtype) for call in calls]
+        self._values = [torch.full((blocks * BLOCK, call.key_heads, call.value_size), 3.0, dtype=dtype)
+                        for call in calls]
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(3)).tolist()
+        self._tables: dict[Row, list[int]] = {}
+        self._lengths: dict[Row, int] = {}
+
+    def fill(self, row: Row, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Begin a row with keys [S, Hkv, D] and values [S, Hkv, Dv] of each attention call."""
+        slots = self._append(row, len(keys[0]))
+        for call in range(len(self._calls)):
+            self._keys[call][slots], self._values[call][slots] = keys[call], values[call]
+
+    def step(self, rows: Sequence[tuple[Row, Sequence[int]]]) -> dict[Row, torch.Tensor]:
+        """Run one forward over the next tokens of some rows; returns the logits [T, V] of each row's tokens."""
+        self._rows, self._call = rows, 0
+        firsts = [self._lengths.get(row, 0) for row, _ in rows]
+        self._new = torch.cat([self._append(row, len(tokens)) for row, tokens in rows])
+        self._at = [torch.arange(first, first + len(tokens)) for first, (_, tokens) in zip(firsts, rows, strict=True)]
+        self._slots = [self._slots_of(row, 0, self._lengths[row]) for row, _ in rows]
+        ids = torch.tensor([token for _, tokens in rows for token in tokens])
+        # A mask of four dims goes through stock's code as it is: each row's mask is the engine's to make.
+        no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        with answered_by(self._model, self), torch.no_grad():
+            logits = self._model(input_ids=ids[None], position_ids=torch.cat(self._at)[None], attention_mask=no_mask,
+                                 use_cache=False, return_dict=True).logits[0]
+        if self._call != len(self._calls):
+            raise Refused(f"a packed forward makes {self._call} attention calls, and stock's {len(self._calls)}")
+        if len(logits) != len(ids):
+            raise Refused(f"a packed forward of {len(ids)} tokens has {len(logits)} rows of logits")
+        return {row: part for (row, _), part in zip(rows, logits.split(self._counts()), strict=True)}
+
+    def __call__(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                 mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+                 softcap: float | None = None, s_aux: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
+        index, self._call = self._call, self._call + 1
+        if index >= len(self._calls) or self._calls[index].module != self._paths.get(id(module)):
+            raise Refused("a packed forward makes its attention calls in another order than stock's")
+        keys, values, dtype = self._keys[index], self._values[index], query.dtype
+        query, key, value = (x[0].transpose(0, 1).to(keys.dtype) for x in (query, key, value))
+        keys[self._new], values[self._new] = key, value
+        parts = []
+        for (row, _), at, slots, part in zip(self._rows, self._at, self._slots, query.split(self._counts()),
+                                             strict=True):
+            if row in self._unread:
+                parts.append(value.new_zeros(len(at), query.shape[1], value.shape[2]))
+                continue
+            parts.append(attend(part, keys[slots], values[slots], at, torch.arange(len(slots)),
+                                self._calls[index].mask, scaling, softcap if self._softcap else None, s_aux))
+        return torch.cat(parts)[None].contiguous().to(dtype)
+
+    def _counts(self) -> list[int]:
+        return [len(at) for at in self._at]
+
+    def _append(self, row: Row, tokens: int) -> torch.Tensor:
+        """Give a row blocks for more tokens; returns their slots."""
+        table, before = self._tables.setdefault(row, []), self._lengths.get(row, 0)
+        self._lengths[row] = before + tokens
+        while len(table) * BLOCK < self._lengths[row]:
+            table.append(self._free.pop())
+        return self._slots_of(row, before, self._lengths[row])
+
+    def _slots_of(self, row: Row, first: int, end: int) -> torch.Tensor:
+        at = torch.arange(first, end)
+        return torch.tensor(self._tables[row])[at // BLOCK] * BLOCK + at % BLOCK

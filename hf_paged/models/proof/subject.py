@@ -1,0 +1,72 @@
+"""The clone that a proof's checks look at, with the prompts that they run and stock's logits of each prompt alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged.models.proof.calls import AttentionRecord, Recorder
+from hf_paged.models.proof.clone import NoRandomness
+from hf_paged.models.proof.interface import answered_by, embeddings_of
+from hf_paged.models.proof.mask_kinds import MaskKind
+from hf_paged.models.proof.packed import PackedSteps, Row, attend
+from hf_paged.models.proof.reduced import VOCABULARY
+from hf_paged.models.proof.stock import forward
+from hf_paged.models.proof.verdict import Refused
+
+TOLERANCE = 1e-8  # of the standard deviation of logits
+LENGTHS = (1, 5, 19, 33)  # of prompts, before one with every token id
+
+
+@dataclass
+class Subject:
+    """A clone, its attention calls and its prompts."""
+
+    model: PreTrainedModel
+    attention: str
+    prompts: list[list[int]]
+    alone: list[torch.Tensor]  # stock's logits [T, V] of each prompt
+    calls: list[AttentionRecord]
+
+    def steps(self, blocks: int = 64, unread: frozenset[Row] = frozenset()) -> PackedSteps:
+        """Return an empty cache for packed steps; stock's sdpa ignores softcaps, and so do these steps."""
+        return PackedSteps(self.model, self.calls, blocks, softcap=self.attention != "sdpa", unread=unread)
+
+
+def subject_of(model: PreTrainedModel, attention: str, farthest: int) -> Subject:
+    """Record a clone's attention calls and stock's logits; may raise `Refused`."""
+    prompts = _prompts(len(embeddings_of(model)))
+    recorder = Recorder(model, farthest, attend_batch)
+    with answered_by(model, recorder) as recorder.masks, NoRandomness(), torch.no_grad():
+        recorded = model(input_ids=torch.tensor([prompts[3]]), position_ids=torch.arange(LENGTHS[3])[None],
+                         use_cache=False, return_dict=True).logits[0]
+    if not recorder.calls:
+        raise Refused("no module calls the attention interface of transformers")
+    subject = Subject(model, attention, prompts, [forward(model, prompt) for prompt in prompts], recorder.calls)
+    if not torch.equal(forward(model, prompts[3]), subject.alone[3]) or not torch.isfinite(recorded).all():
+        raise Refused("stock's forward of the same tokens gives other logits the second time")
+    return subject
+
+
+def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the largest difference of two tensors of logits, in standard deviations of the wanted ones."""
+    if got.shape != wanted.shape:
+        return float("inf")
+    worst = (got.double() - wanted.double()).abs().max() / wanted.double().std().clamp_min(1e-12)
+    return float(worst) if torch.isfinite(worst) else float("inf")
+
+
+def _prompts(vocabulary: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 120, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [*prompts, torch.randperm(min(vocabulary, VOCABULARY), generator=generator).tolist()]
+
+
+def attend_batch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: MaskKind, scaling: float | None,
+                 softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return [1, T, H, D] of one whole row, whose queries, keys and values are [1, H, T, D]."""
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    at = torch.arange(len(query))
+    return attend(query, key, value, at, at, mask, scaling, softcap, sinks)[None].contiguous()

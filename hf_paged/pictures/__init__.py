@@ -1,1 +1,0 @@
-"""Pictures and HTML of an engine's KV pool and counters. Imports no engine code."""

@@ -1,0 +1,67 @@
+"""What a proof leaves to check before a model runs by its layout: its two halves, its dtype, and what pages hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import wraps
+
+import pytest
+import torch
+from derived_models import derived_model
+from transformers.models.arcee.modeling_arcee import ArceeForCausalLM, ArceeMLP
+
+from hf_paged.models.derivation.layout import check_pages
+from hf_paged.models.derivation.rows_in_dtype import check_rows_in
+from hf_paged.models.derivation.two_halves import check_two_halves
+from hf_paged.models.proof.calls import AttentionRecord
+from hf_paged.models.proof.mask_kinds import FULL, MaskKind
+from hf_paged.models.proof.verdict import Refused
+
+
+def config():
+    return derived_model("Arcee", {}).config
+
+
+def test_logits_that_need_more_than_final_hidden_states_are_refused(monkeypatch):
+    check_two_halves(ArceeForCausalLM, config(), "sdpa")
+    stock = ArceeForCausalLM.forward
+
+    @wraps(stock)
+    def forward(self, input_ids=None, **kwargs):
+        output = stock(self, input_ids=input_ids, **kwargs)
+        output.logits = output.logits * (1.0 if input_ids is None else 1.001)
+        return output
+
+    monkeypatch.setattr(ArceeForCausalLM, "forward", forward)
+    with pytest.raises(Refused, match="logits of the final hidden states of model differ"):
+        check_two_halves(ArceeForCausalLM, config(), "sdpa")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_that_depend_on_others_in_one_dtype_are_refused(dtype, monkeypatch):
+    check_rows_in(dtype, ArceeForCausalLM, config(), "sdpa")
+    stock = ArceeMLP.forward
+
+    def forward(self, x):
+        return stock(self, x * x.abs().nan_to_num().amax() if x.dtype is dtype else x)
+
+    monkeypatch.setattr(ArceeMLP, "forward", forward)
+    with pytest.raises(Refused, match="depend on the other rows"):
+        check_rows_in(dtype, ArceeForCausalLM, config(), "sdpa")
+    check_rows_in({torch.bfloat16: torch.float32}.get(dtype, torch.bfloat16), ArceeForCausalLM, config(), "sdpa")
+
+
+ONE = AttentionRecord("one", FULL, 4, 2, 16, 16, None, None, False)
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"mask": MaskKind("chunked", 8)}, "two attends within chunks of 8 tokens"),
+    ({"value_size": 8}, "two has keys of 16 and values of 8 numbers a head"),
+    ({"key_size": 320, "value_size": 320}, "two has heads of 320 numbers"),
+    ({"key_heads": 4}, "two has 4 heads over 4 of 16 numbers, and one 4 heads over 2"),
+    ({"module": "one"}, "one attends more than once in a forward"),
+])
+def test_calls_that_pages_do_not_hold_are_refused(changes, reason):
+    check_pages((ONE, replace(ONE, module="two")))
+    with pytest.raises(Refused, match=reason):
+        check_pages((ONE, replace(ONE, **{"module": "two"} | changes)))

@@ -1,0 +1,192 @@
+"""Models of classes that no table has run natively where a proof says so, within its limits, and else in stock."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from derived_models import CLASSES, assert_scored_as_stock, derived_model
+from support import assert_native_parity, assert_same_tensor, batch, random_prompts, stock_generate
+from transformers import BloomConfig, BloomForCausalLM
+
+import hf_paged
+from hf_paged import PagedGenerator
+from hf_paged.models.derivation import deriving, stored_layout
+from hf_paged.models.proof import Verdict, store
+from hf_paged.models.proof.verdict import Refused
+
+CORE = [("Arcee", 1), ("Cohere", 0), ("Cwm", 0), ("Exaone4", 0), ("GPTNeoX", 1), ("NanoChat", 1), ("OPT", 1),
+        ("Olmoe", 1)]
+# An open verdict, and classes whose keys and values kernels of GPUs do not take.
+STOCK = ("Apertus", "DeepseekV2", "DeepseekV3", "Llama4", "MiniCPM3", "Youtu")
+CASES = [pytest.param(name, number, marks=() if (name, number) in CORE else pytest.mark.slow)
+         for name, configs in CLASSES.items() if name not in STOCK for number in range(len(configs))]
+SETTINGS = {"strict": True, "max_num_batched_tokens": 19, "max_num_seqs": 6}
+
+
+def assert_in_stock(model, reason, **kwargs):
+    expected = stock_generate(model, **kwargs)
+    with pytest.warns(hf_paged.FallbackWarning, match=reason):
+        assert_same_tensor(model.generate(**kwargs), expected)
+    explained = hf_paged.explain(model, **kwargs)
+    assert explained.path == "stock" and reason in str(explained)
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_tokens_and_log_probabilities_are_stocks(name, number):
+    """Ragged rows through windows, in chunks, beside each other."""
+    model = hf_paged.enable(derived_model(name, CLASSES[name][number]), **SETTINGS)
+    assert_native_parity(model, **batch([30, 17, 40, 9]), max_new_tokens=12)
+    hf_paged.disable(model)
+    with PagedGenerator(model, **SETTINGS) as generator:
+        completions = generator.generate(random_prompts([33, 5]), max_new_tokens=4, logprobs=True, prompt_logprobs=True)
+    for completion in completions:
+        assert_scored_as_stock(model, completion)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gives_stocks_tokens_but_for_near_ties(dtype):
+    model = hf_paged.enable(derived_model("Cohere", {"logit_scale": 0.3}).to(dtype), strict=True)
+    assert_native_parity(model, **batch([30, 17]), max_new_tokens=12)
+
+
+def bloom():
+    return BloomForCausalLM(BloomConfig(vocab_size=256, hidden_size=16, n_layer=1, n_head=2, pad_token_id=0)).eval()
+
+
+@pytest.mark.parametrize(("make", "reason"), [
+    (lambda: derived_model("Apertus", {}), "its numbers are stock's, but code that the proof did not reach"),
+    (bloom, "its forward takes no position_ids"),
+    (lambda: derived_model("DeepseekV3", CLASSES["DeepseekV3"][0]), "kernels of GPUs do not take"),
+], ids=["open", "refused", "not in pages"])
+def test_what_is_not_proved_runs_in_stock_and_says_why(make, reason):
+    model, inputs = make(), batch([9, 4])
+    expected = stock_generate(model, **inputs, max_new_tokens=3)
+    explained = hf_paged.explain(model, **inputs)
+    assert explained.path == "stock" and reason in explained.reasons[0]
+    with pytest.raises(hf_paged.UnsupportedModelError, match=reason):
+        hf_paged.enable(model)
+    hf_paged.install()
+    try:
+        with pytest.warns(hf_paged.FallbackWarning, match=reason):
+            assert_same_tensor(model.generate(**inputs, max_new_tokens=3, do_sample=False), expected)
+    finally:
+        hf_paged.uninstall()
+    assert not hf_paged.is_enabled(model) and hf_paged.disable(model) is model
+
+
+def test_a_longer_call_than_the_models_positions_runs_in_stock():
+    model = hf_paged.enable(derived_model("Arcee", {"max_position_embeddings": 64}))
+    assert_native_parity(model, **batch([40]), max_new_tokens=24)
+    assert_in_stock(model, "end at 64", **batch([40]), max_new_tokens=25)
+
+
+def test_limits_of_the_verdict_bound_sequences_and_steps(monkeypatch):
+    verdict = Verdict("proved", max_length=50, max_step_tokens=17)
+    monkeypatch.setattr(deriving, "prove", lambda *args: verdict)
+    model = hf_paged.enable(derived_model("Arcee", {"intermediate_size": 100}))
+    config = hf_paged.get_engine(model).config
+    assert (config.max_num_batched_tokens, config.max_num_seqs) == (17, 17)
+    assert_native_parity(model, **batch([40]), max_new_tokens=10)
+    assert_in_stock(model, "end at 50", **batch([40]), max_new_tokens=11)
+
+
+BEFORE = {
+    "exchanged layer": (lambda model: setattr(model.model.layers[1], "mlp", torch.nn.Identity()),
+                        "model.layers.1.mlp is a Identity"),
+    "further module": (lambda model: model.model.add_module("probe", torch.nn.ReLU()), "model.probe is a ReLU"),
+    "lost module": (lambda model: delattr(model.model.layers[1], "mlp"), "model.layers.1.mlp is missing"),
+    "number": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.9), "holds scaling=0.9"),
+    "function": (lambda model: setattr(model.model, "extra", torch.relu), "model holds extra="),
+    "config of a layer": (lambda model: setattr(model.model.layers[0].self_attn, "config", derived_model(
+        "Arcee", {"attention_bias": True}).config), "model.layers.0.self_attn holds config="),
+    "size": (lambda model: setattr(model.model.norm, "weight", torch.nn.Parameter(torch.ones(1))), "shape of weight"),
+}
+
+
+@pytest.mark.parametrize("change", sorted(BEFORE))
+def test_a_model_unlike_a_new_one_of_its_config_is_refused(change):
+    model = derived_model("Arcee", {})
+    change_model, reason = BEFORE[change]
+    change_model(model)
+    with pytest.raises(hf_paged.UnsupportedModelError) as error:
+        hf_paged.enable(model)
+    assert reason in str(error.value) and "unlike in a new model of its config" in str(error.value)
+
+
+AFTER = {
+    "exchanged layer": (lambda model: setattr(model.model.layers[1], "mlp", torch.nn.Identity()), "is a torch.nn"),
+    "config": (lambda model: setattr(model.config, "hidden_act", "gelu"), "changed since the outline"),
+    "hook": (lambda model: model.model.norm.register_forward_hook(lambda *args: None), "has a forward hook"),
+    "dtype": (lambda model: model.to(torch.float16), "which were torch.float32 when the model was enabled"),
+    "train mode": (lambda model: model.train(), "train mode"),
+}
+
+
+@pytest.mark.parametrize("change", sorted(AFTER))
+def test_a_model_that_changed_runs_in_stock(change):
+    model = hf_paged.enable(derived_model("Arcee", {}))
+    assert_native_parity(model, **batch([9]), max_new_tokens=3)
+    change_model, reason = AFTER[change]
+    change_model(model)
+    assert_in_stock(model, reason, **batch([9]), max_new_tokens=3)
+
+
+def test_autocast_is_left_to_stock():
+    model = hf_paged.enable(derived_model("Arcee", {}))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast to torch.bfloat16, for which Arcee" in str(hf_paged.explain(model, **batch([9])))
+
+
+@pytest.mark.parametrize("change", [lambda model: setattr(model.config, "bos_token_id", 5),
+                                    lambda model: model.to(torch.bfloat16)], ids=["config", "dtype"])
+def test_what_changed_is_proved_at_the_next_enable(change):
+    model = hf_paged.enable(derived_model("Arcee", {}))
+    change(model)
+    hf_paged.enable(model, strict=True)
+    assert_native_parity(model, **batch([9]), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("check", ["check_two_halves", "check_rows_in"])
+def test_what_a_check_refuses_stays_refused(check, tmp_path, monkeypatch):
+    def refuse(*args):
+        raise Refused("it is odd")
+
+    monkeypatch.setenv("HF_PAGED_CACHE", str(tmp_path))
+    monkeypatch.setattr(deriving, check, refuse)
+    for _ in range(2):
+        with pytest.raises(hf_paged.UnsupportedModelError, match="not proved to run on the paged engine: it is odd"):
+            hf_paged.enable(derived_model("Arcee", {}))
+        monkeypatch.setattr(deriving, "prove", lambda *args: pytest.fail("made anew"))
+
+
+def test_outlines_are_stored(monkeypatch):
+    """For models of one config: the second one runs no proof, and no forward on the meta device."""
+    hf_paged.enable(derived_model("Arcee", {}))
+    for name in ("prove", "lay_out"):
+        monkeypatch.setattr(deriving, name, lambda *args: pytest.fail("made anew"))
+    model = hf_paged.enable(derived_model("Arcee", {}), strict=True)
+    assert_native_parity(model, **batch([9]), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("damage", ["", "{}", '{"verdict": {}, "layout": {}}', "classes"])
+def test_a_damaged_outline_is_made_anew(damage, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_PAGED_CACHE", str(tmp_path))
+    made = Verdict("proved"), deriving.lay_out(type(derived_model("Arcee", {})), derived_model("Arcee", {}).config)
+    stored_layout.write("key", *made)
+    assert stored_layout.read("key") == made
+    file = store.folder() / "key.json"
+    file.write_text(file.read_text().replace("modeling_arcee:", "modeling_arcee:No") if damage == "classes" else damage)
+    assert stored_layout.read("key") is None
+
+
+def test_no_question_but_enable_and_explain_makes_a_proof(monkeypatch):
+    monkeypatch.setattr(deriving, "prove", lambda *args: pytest.fail("a proof"))
+    model = derived_model("Arcee", {"intermediate_size": 104})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not hf_paged.is_enabled(model) and hf_paged.disable(model) is model
+        with pytest.raises(ValueError, match="expected a model that"):
+            hf_paged.get_engine(model)

@@ -1,0 +1,86 @@
+"""Prove each causal LM class of the installed transformers with its default config; compare with accepted verdicts.
+
+    python tools/model_verdicts.py [--only NAME ...] [--write]
+
+`tests/models/proof/verdicts.json` has the accepted outcome, limit and reason by class name; `--write` replaces those of
+the classes that ran. Exits with 1 if a verdict is another one. All classes take about 10 minutes of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_paged.models.proof import prove
+
+ACCEPTED = Path(__file__).resolve().parents[1] / "tests" / "models" / "proof" / "verdicts.json"
+# What default configs lack.
+MISSING: dict[str, dict[str, Any]] = {
+    "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6},
+    "HunYuanDenseV1ForCausalLM": {"head_dim": 128},
+    "HunYuanMoEV1ForCausalLM": {"head_dim": 128},
+    "MinistralForCausalLM": {"head_dim": 128},
+    "NemotronForCausalLM": {"num_key_value_heads": 48},
+}
+
+
+def class_names() -> list[str]:
+    """Return the names of the causal LM classes, each once."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return sorted({name for one in names for name in ((one,) if isinstance(one, str) else one)})
+
+
+def verdict_of(name: str) -> dict[str, Any]:
+    """Prove a class with its default config, as a decoder and with the attention that stock takes for it."""
+    try:
+        cls = getattr(transformers, name)
+        config = cls.config_class(**MISSING.get(name, {}))
+        if getattr(config, "is_decoder", None) is False:
+            config.is_decoder = True
+        with torch.device("meta"):
+            attention = cls(cls.config_class(**config.to_diff_dict())).config._attn_implementation
+    except Exception as error:
+        return {"outcome": "refused", "max_length": None, "reason": f"its default config makes no model: "
+                f"{type(error).__name__}"}
+    verdict = prove(cls, config, attention)
+    return {"outcome": verdict.outcome, "max_length": verdict.max_length, "reason": verdict.reason}
+
+
+def verdicts(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in names:
+        yield name, verdict_of(name)
+
+
+def accepted() -> dict[str, dict[str, Any]]:
+    return json.loads(ACCEPTED.read_text()) if ACCEPTED.exists() else {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="*", default=[], help="parts of names of classes")
+    parser.add_argument("--write", action="store_true", help="accept the verdicts")
+    arguments = parser.parse_args()
+    names = [name for name in class_names() if not arguments.only or any(part in name for part in arguments.only)]
+    before, found = accepted(), {}
+    for name, verdict in verdicts(names):
+        found[name] = verdict
+        sign = " " if before.get(name) == verdict else "*"
+        limit = f" to {verdict['max_length']}" if verdict["max_length"] else ""
+        print(f"{sign} {name}: {verdict['outcome']}{limit} {verdict['reason']}", flush=True)
+    if arguments.write:
+        ACCEPTED.write_text(json.dumps(dict(sorted((before | found).items())), indent=1) + "\n")
+    return int(any(before.get(name) != verdict for name, verdict in found.items()) and not arguments.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
