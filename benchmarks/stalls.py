@@ -1,6 +1,7 @@
 """Compare the first run of each workload with the second, and name what the slowest step of each waited for.
 
     python benchmarks/stalls.py --model 0.6B --out stalls.json            # an empty and a filled Triton cache
+    python benchmarks/stalls.py --model 0.6B --warmup full                # ready means ready
     python benchmarks/stalls.py --model tiny --device cpu --scale 0.05    # shows that it runs
 
 Each case is a process of its own that makes a `PagedGenerator` and runs one workload after the other, twice each: what
@@ -54,7 +55,7 @@ class Stalls:
         self.steps.append(((step.launched - step.began) * 1e3, dict(causes)))
 
 
-def measure(model: str, device: str, scale: float, names: list[str]) -> dict[str, Any]:
+def measure(model: str, device: str, scale: float, names: list[str], warmup: bool | str) -> dict[str, Any]:
     engine = Ours(model, device)
     stalls = Stalls(engine)
     if device == "cuda":
@@ -64,7 +65,7 @@ def measure(model: str, device: str, scale: float, names: list[str]) -> dict[str
     rows, ready = [], None
     for at, name in enumerate(names):
         workload = make_workload(name, scale)
-        opened = engine.open(workload, {"max_num_seqs": ROWS})
+        opened = engine.open(workload, {"max_num_seqs": ROWS, "warmup": warmup})
         if opened is not None:
             ready = opened if ready is None else ready
             engine.generator.engine.watch(stalls)
@@ -96,19 +97,21 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
+    parser.add_argument("--warmup", choices=("true", "full"), default="true")
     parser.add_argument("--caches", nargs="*", choices=("cold", "warm"), default=["cold", "warm"])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
-        print(json.dumps(measure(options.model, options.device, options.scale, options.workloads)))
+        warmup = True if options.warmup == "true" else options.warmup
+        print(json.dumps(measure(options.model, options.device, options.scale, options.workloads, warmup)))
         return
     found = {}
     with tempfile.TemporaryDirectory() as cache:
         for case in ("cold", "warm"):
             if case == "cold" or case in options.caches:
                 command = [sys.executable, __file__, "--here", "--model", options.model, "--device", options.device,
-                           "--scale", str(options.scale), "--workloads", *options.workloads]
+                           "--scale", str(options.scale), "--warmup", options.warmup, "--workloads", *options.workloads]
                 done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, text=True, check=True,
                                       stdout=subprocess.PIPE)
                 found[case] = json.loads(done.stdout.splitlines()[-1])

@@ -2,8 +2,8 @@
 
 There is a graph of decode rows per padded number of rows, and a graph of prompts per padded number of tokens and class
 of rows. A step with both replays one of each, so that decoding never waits for the launches of a prompt, or one common
-graph if the prompts are long enough. A step is captured once it has run as often as `_runs_first` says: the same padded
-step, without a graph. All graphs lie in one memory pool.
+graph if the prompts are long enough. A step is captured once it has run as often as `StepShape.num_first_runs` says:
+the same padded step, without a graph. All graphs lie in one memory pool.
 Steps with log-probabilities, with a row that names an adapter, or with shared prefixes have graphs of their own. A step
 of decode rows that waits for token masks has two graphs: up to the logits, and from the logits on. `padded_steps.py`
 has what graphs compute and the arrays that they read.
@@ -11,11 +11,10 @@ has what graphs compute and the arrays that they read.
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -419,20 +418,25 @@ class StepGraphs:
         """Return whether the device has the inputs of `logits` for this plan and no other step ran since."""
         return self._ready is not None and self._ready[0] is plan
 
-    def capture_ahead(self, most_rows: int, stages: frozenset[str] = frozenset()) -> None:
-        """Capture the sampling of up to so many decode rows, padded, on padding rows only, which write nothing.
+    def capture_ahead(self, shapes: Iterable[StepShape]) -> None:
+        """Capture steps of these shapes on padding alone, which writes nothing, as far as padding has them.
 
         For an engine that is prepared and idle. The largest graph comes first, so that the others fit in its memory.
-        ``stages`` as in `RequestState.stages`.
+        Steps that edit logits, or whose rows name adapters, are left out: what they read has no place yet.
         """
         self._drop_if_moved()
+        for shape in sorted(shapes, key=lambda shape: (shape.rows + shape.tokens, shape.rows), reverse=True):
+            if shape.stages <= {FILTERS} and not shape.named and self._key(shape) not in self._captured:
+                arrays = self.steps.padding_of(shape)
+                if arrays is not None:
+                    self._run(partial(self.steps.run, shape), Padded(shape, arrays), captures=True)
+
+    def decode_shapes(self, most_rows: int, stages: frozenset[str] = frozenset()) -> list[StepShape]:
+        """Return the shapes that sample up to so many decode rows; ``stages`` as in `RequestState.stages`."""
         sizes = self.steps.decode_sizes
-        for size in map(int, sizes[np.searchsorted(sizes, most_rows) :: -1]):
-            one_launch = self._executor.may_use_one_launch(size, np.zeros(size, np.int64))
-            shape = StepShape("decode", rows=size, stages=stages, one_launch=one_launch)
-            if self._key(shape) not in self._captured:
-                run = partial(self.steps.run, shape)
-                self._run(run, Padded(shape, self.steps.padding_inputs(size)), captures=True)
+        return [StepShape("decode", rows=size, stages=stages,
+                          one_launch=self._executor.may_use_one_launch(size, np.zeros(size, np.int64)))
+                for size in map(int, sizes[: np.searchsorted(sizes, most_rows) + 1])]
 
     def _moves_now(self) -> Moves:
         size = self._cache.num_blocks if self._attention.backend.knows_pool_size else 0
@@ -507,7 +511,7 @@ class StepGraphs:
         if structure != self._structure:
             self._loaded.clear()
             self._structure = structure
-        return self._runs[key] >= _runs_first(key) and key in self._loaded and not key.one_launch
+        return self._runs[key] >= key.num_first_runs and key in self._loaded and not key.one_launch
 
     def _compute(self, found: Captured | partial | None, padded: Padded) -> Any:
         """Return the result of a step by what `_get` found for it; None without that, and if memory is short."""
@@ -541,7 +545,7 @@ class StepGraphs:
         key = self._key(shape)  # the kernel for all layers may have come, or gone, in the run
         self._runs[key] += 1
         self._loaded.add(key)
-        if key not in self._captured and (captures or self._runs[key] > _runs_first(key)):
+        if key not in self._captured and (captures or self._runs[key] > key.num_first_runs):
             self._captured[key] = self._capture(run, padded.inputs, shape.name)
         return result
 
@@ -637,13 +641,6 @@ def _first_difference(before: Any, now: Any) -> str:
     """Return the name, in words, of the first field of a NamedTuple that has changed; "" if there was none before."""
     names = now._fields if before is not None else ()
     return next((name.replace("_", " ") for i, name in enumerate(names) if before[i] != now[i]), "")
-
-
-def _runs_first(shape: StepShape) -> float:
-    """Return how often a step runs before it is captured: most sizes of prompts come once or twice."""
-    if shape.kind == "masked" and shape.after is None:
-        return math.inf
-    return 2 if shape.tokens else 1
 
 
 def _tensors_in(made: Any) -> Iterator[torch.Tensor]:

@@ -85,6 +85,10 @@ class Manifest:
         with suppress(OSError):
             write_whole(self._path, json.dumps(found))
 
+    def repeated(self) -> list[StepShape]:
+        """Return shapes of steps that earlier processes ran often enough to capture them."""
+        return [shape for shape, number in self.shapes.items() if number > shape.num_first_runs]
+
     def has_news(self) -> bool:
         """Return whether `save` would write."""
         return self._path is not None and self._extent() != self._saved

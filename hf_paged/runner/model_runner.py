@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,6 +26,7 @@ from hf_paged.runner.kv_cache import KVCache, KVReads
 from hf_paged.runner.prompt_scores import NOTHING, PromptSpan, Wanted, prompt_log_probs
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.sharded_sampling import ShardedSampling
+from hf_paged.runner.step_shape import StepShape
 from hf_paged.sampling.log_probs import shape_of
 from hf_paged.sampling.slot_row import SlotRow
 from hf_paged.sampling.token_mask import HostMasks, TokenMasks
@@ -327,11 +328,11 @@ class ModelRunner:
             self._update_state(plan, [])
             self.graphs.make_ready(plan)
 
-    def capture_ahead(self, most_rows: int) -> None:
-        """Capture the steps of up to so many decode rows, after `prepare` and before the first of them comes."""
+    def capture_ahead(self, most_rows: int, others: Iterable[StepShape] = ()) -> None:
+        """Capture the steps of up to so many decode rows, and others, after `prepare` and before the first comes."""
         if self.graphs is not None:
             self.follow_stream()
-            self.graphs.capture_ahead(most_rows)
+            self.graphs.capture_ahead([*self.graphs.decode_shapes(most_rows), *others])
 
     def missing_kernels(self, stages: frozenset[str], scored: tuple[str, ...], *, masked: bool,
                         named: bool) -> list[Future[object]]:

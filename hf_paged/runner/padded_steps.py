@@ -62,11 +62,12 @@ class Drawn(NamedTuple):
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Return padded batch sizes: 1, 2, 4, 8, then steps of an eighth of the size, for less than 13 % padding."""
+    """Return padded batch sizes: 1, 2, 4, 8, then steps of an eighth to a quarter of the size, since each is a graph
+    that the first run of a batch of that size captures."""
     sizes, size = [1, 2, 4], 8
     while size < max_num_seqs:
         sizes.append(size)
-        size += max(8, size // 8 // 8 * 8)
+        size += max(8, 1 << size.bit_length() - 3)
     return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
 
 
@@ -151,7 +152,7 @@ class PaddedSteps:
     def run_padding_rows(self, size: int, *, shared: bool = False, named: bool = False,
                          stages: frozenset[str] = frozenset(), scored: tuple[str, ...] = ()) -> None:
         """Sample decode rows that are all padding; ``shared``: they read a prefix together."""
-        arrays, tiles = self.padding_inputs(size), None
+        arrays, tiles = self._padding_inputs(size), None
         if shared:
             rows = arrays[0]
             if (work := self.attention.plan_of_a_group(rows[0])) is None:
@@ -163,7 +164,7 @@ class PaddedSteps:
     def run_masked_padding(self, size: int, stages: frozenset[str] = frozenset(), scored: tuple[str, ...] = ()) -> None:
         """Sample decode rows that are all padding in two parts, as steps do whose token masks come late."""
         shape = StepShape("masked", rows=size, stages=stages, scored=scored)
-        undrawn = self.undrawn(StepShape("undrawn", rows=size), *self._sent(self.padding_inputs(size)))
+        undrawn = self.undrawn(StepShape("undrawn", rows=size), *self._sent(self._padding_inputs(size)))
         words = torch.zeros(size, -(-self._executor.num_logits // 32), dtype=torch.int32, device=self._device)
         lines = torch.full((size,), -1, dtype=torch.int32, device=self._device)
         self.masked(shape, *undrawn, words, lines)
@@ -171,36 +172,48 @@ class PaddedSteps:
     def run_padding_tokens(self, size: int, *, queued: bool = False, long: bool = False, shared: bool = False,
                            named: bool = False) -> None:
         """Sample prompts whose tokens are all padding; ``shared``: they read a prefix together."""
-        tokens = np.empty((3, size), dtype=np.int64)
-        rows = np.zeros((6, self._prompt_rows(1, size) + 1), dtype=np.int64)
-        tokens[0], tokens[1], tokens[2] = self.state.padding_slot, -1, 0
-        rows[1] = rows[4] = self.state.padding_slot
-        plain, tiles = self.attention.plain_plan(rows[2, :-1], rows[1, :-1]), None
-        arrays: tuple[np.ndarray | None, ...] = tokens, rows, plain
+        prompts = self._prompt_rows(1, size)
+        arrays, tiles = self._padding_prompts(size, prompts), None
         if shared:
-            if (work := self.attention.plan_of_prompts_in_a_group(rows[1, :-1], size)) is None:
+            if (work := self.attention.plan_of_prompts_in_a_group(arrays[1][1, :-1], size)) is None:
                 return
-            arrays = tokens, rows, work.items, work.rows, work.own_begin
+            assert work.own_begin is not None
+            arrays = *arrays[:2], work.items, work.rows, work.own_begin
             tiles = GroupedTiles(work.num_parts, work.kernel.config)
-        shape = StepShape("prompts", tokens=size, prompts=rows.shape[1] - 1, named=named, long=long, queued=queued,
-                          tiles=tiles)
+        shape = StepShape("prompts", tokens=size, prompts=prompts, named=named, long=long, queued=queued, tiles=tiles)
         self.run(shape, *self._sent(arrays))
 
-    def padding_inputs(self, size: int) -> tuple[np.ndarray, ...]:
+    def padding_of(self, shape: StepShape) -> tuple[np.ndarray, ...] | None:
+        """Return the arrays of a step of this shape that has no real row; None if it reads shared prefixes, or the
+        logits of another step."""
+        if shape.tiles is not None or shape.decode_tiles is not None or shape.kind == "masked":
+            return None
+        rows = self._padding_inputs(shape.rows) if shape.rows else ()
+        return rows + (self._padding_prompts(shape.tokens, shape.prompts) if shape.tokens else ())
+
+    def _padding_inputs(self, size: int) -> tuple[np.ndarray, ...]:
         """Return `decode_inputs` without a real row."""
         rows = self._padding_rows(size)
         plain = self.attention.plain_plan(rows[1] + 1, rows[0])
         assert plain is not None, "a backend that runs in graphs plans"
         return rows, plain
 
+    def _padding_prompts(self, size: int, prompts: int) -> tuple[np.ndarray, ...]:
+        """Return `prompt_inputs` without a real prompt."""
+        tokens, rows = np.empty((3, size), dtype=np.int64), np.zeros((6, prompts + 1), dtype=np.int64)
+        tokens[0], tokens[1], tokens[2] = self.state.padding_slot, -1, 0
+        rows[1] = rows[4] = self.state.padding_slot
+        plain = self.attention.plain_plan(rows[2, :-1], rows[1, :-1])
+        assert plain is not None, "a backend that runs in graphs plans"
+        return tokens, rows, plain
+
     def _padding_rows(self, size: int) -> np.ndarray:
         rows = np.empty((2, size), dtype=np.int64)
         rows[0], rows[1] = self.state.padding_slot, -1
         return rows
 
-    def _sent(self, arrays: tuple[np.ndarray | None, ...]) -> list[torch.Tensor]:
-        assert all(array is not None for array in arrays), "a backend that runs in graphs plans"
-        return [upload(array, self._device) for array in arrays if array is not None]
+    def _sent(self, arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
+        return [upload(array, self._device) for array in arrays]
 
     def decode_inputs(self, plan: StepPlan, size: int) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
         """Return rows [2, size] int64 (slots, positions) and the arrays of the attention plan, with the plan's

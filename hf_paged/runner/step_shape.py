@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 from hf_paged.kernels.attention.types import GroupedConfig
@@ -48,6 +49,13 @@ class StepShape(NamedTuple):
     decode_tiles: GroupedTiles | None = None
     one_launch: bool = False
     after: object = None
+
+    @property
+    def num_first_runs(self) -> float:
+        """Return how often the step runs before it is captured: most sizes of prompts come once or twice."""
+        if self.kind == "masked" and self.after is None:
+            return math.inf
+        return 2 if self.tokens else 1
 
     @property
     def name(self) -> str:

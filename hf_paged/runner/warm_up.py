@@ -69,7 +69,7 @@ class WarmUp:
             compiled_before([*missing, *self._steps(runner)])
             # Other ranks would have to capture, too, and shards of a trainer's model be gathered.
             if not self._executor.group.is_parallel and self._executor.replica is None:
-                runner.capture_ahead(self._config.max_num_seqs)
+                runner.capture_ahead(self._config.max_num_seqs, self.manifest.repeated())
         elif missing:
             in_background(lambda: self._compile(missing))
         self.is_done |= is_full or self._config.warmup == "full"

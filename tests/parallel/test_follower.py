@@ -181,16 +181,26 @@ def test_rank_0_rehearses_before_the_others_come(tiny_path, monkeypatch):
     from hf_paged.models import find_executor
     from hf_paged.runner.memory import rehearse
 
-    met = []
+    met, is_rehearsed, meet = [], threading.Event(), ParallelGroup.meet
+
+    def nothing(model, config):
+        is_rehearsed.set()
 
     def small(model, config):
         met.append(has_met(model.parallel_group))
         with torch.no_grad():
             rehearse(find_executor(model)(model), PagedConfig(max_num_seqs=4, max_num_batched_tokens=64), 100)
         met.append(has_met(model.parallel_group))
+        is_rehearsed.set()
+
+    def late(self, device, store=None):
+        is_rehearsed.wait(60)
+        meet(self, device, store)
 
     made = []
-    for step in (lambda model, config: None, small):
+    monkeypatch.setattr(ParallelGroup, "meet", late)
+    for step in (nothing, small):
+        is_rehearsed.clear()
         monkeypatch.setattr(locked_core, "rehearse", step)
         with PagedGenerator.from_pretrained(tiny_path, tensor_parallel_size=2, num_blocks=20) as over_ranks:
             made.append(over_ranks.generate([[5, 6, 7], [8]], max_new_tokens=6)[0].token_ids)

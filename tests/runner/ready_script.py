@@ -99,7 +99,8 @@ def guesses() -> dict[str, Any]:
 def moe() -> dict[str, Any]:
     service, load = Service(qwen3_moe(), num_blocks=6000), workloads.uniform(64, 200, 16)
     found: dict[str, Any] = {"ready": service.get_ready()}
-    return found | {name: service.serve(name, load.prompts, load.output_lengths) for name in ("first", "second")}
+    names = ("first", "second", "third", "fourth")
+    return found | {name: service.serve(name, load.prompts, load.output_lengths) for name in names}
 
 
 def adapters(dtype: str, num_layers: str, is_all: str = "") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -18,10 +17,11 @@ from support import random_prompts, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.kernels.attention.types import GroupedConfig
 from hf_paged.models import ModelExecutor
 from hf_paged.runner.graphs import Captured, Padded, StepGraphs
 from hf_paged.runner.padded_steps import Drawn
-from hf_paged.runner.step_shape import StepShape
+from hf_paged.runner.step_shape import GroupedTiles, StepShape
 from hf_paged.sampling.log_probs import FILTERS
 
 PROMPTS = {"tokens": 16, "prompts": 2}
@@ -118,10 +118,6 @@ def use(graphs, shape, number=0):
     return graphs._key(shape), found if isinstance(found, Captured) else None, result
 
 
-def runs_first(key):
-    return math.inf if key.kind == "masked" and key.after is None else 2 if key.tokens else 1
-
-
 FAILURES = st.sampled_from([{}] * 6 + [{"run_fails": NO_MEMORY}, {"run_fails": KeyboardInterrupt()},
                                        {"record_fails": NO_MEMORY}, {"record_fails": NO_GRAPH}])
 HAPPENS = st.sampled_from(["drop", "drop of edits", "modules", "compiler"])
@@ -151,9 +147,9 @@ def test_whatever_happens_each_use_runs_once_and_graphs_come_behind_one_or_two(r
                 assert fails or refused
             elif graph is None:
                 alone[key] += 1
-                assert (key in graphs._captured) == (alone[key] > runs_first(key))
+                assert (key in graphs._captured) == (alone[key] > key.num_first_runs)
             else:
-                assert alone[key] >= runs_first(key), "captured too early"
+                assert alone[key] >= key.num_first_runs, "captured too early"
 
 
 def happen(event, device, graphs):
@@ -173,7 +169,7 @@ def test_a_shape_that_had_a_graph_has_one_again_behind_its_next_run(runner, monk
     """Which comes first, since what moved may need other kernels; nothing runs a second time."""
     device = Device()
     graphs = steps_on(device, runner, monkeypatch)
-    first = runs_first(shape)
+    first = shape.num_first_runs
     found = [use(graphs, shape)[1] is not None for _ in range(first + 1)]
     assert found == [False] * first + [True] and graphs.num_captured == 1
     happen("drop", device, graphs)
@@ -282,8 +278,54 @@ def test_graphs_that_are_captured_ahead_serve_the_first_steps_and_write_nothing(
         assert generate(generator, prompts, [9, 9, 9]) == expected
         assert runner.graphs.num_captured == captured + 4 and ("decode", 4) in steps
         with torch.no_grad():
-            runner.graphs.capture_ahead(1000, frozenset({FILTERS}))
+            runner.graphs.capture_ahead(runner.graphs.decode_shapes(1000, frozenset({FILTERS})))
         assert [shape.rows for shape in runner.graphs._captured if shape.stages] == [24, 16, 8, 4, 2, 1]
+
+
+def test_what_an_earlier_engine_repeated_is_captured_ahead(monkeypatch):
+    """In arrays like those that requests bring; then none of these steps is captured late."""
+    uncaptured(monkeypatch)
+    monkeypatch.setattr("hf_paged.runner.padded_steps._MIXED_TOKENS", 32)
+    found, compute = {}, StepGraphs._compute
+
+    def kept(self, found_for, padded):
+        if padded.known is None:
+            found[padded.shape] = padded.inputs
+        return compute(self, found_for, padded)
+
+    monkeypatch.setattr(StepGraphs, "_compute", kept)
+    model, options = tiny_model(), {"num_blocks": 90, "max_num_seqs": 3, "max_num_batched_tokens": 32}
+    prompts, lengths = random_prompts([40, 17, 5, 33, 20, 16, 9, 40, 8, 7, 9, 6]), [3, 9, 5, 9, 4, 8, 3, 6, 3, 2, 4, 3]
+    with hf_paged.PagedGenerator(model, **options) as generator:
+        expected = generate(generator, prompts, lengths)
+        uses = generator.engine._core.pool.runner.graphs.uses
+    repeated = [shape for shape, number in uses.items() if number > shape.num_first_runs]
+    assert {"decode", "mixed", "prompts"} <= {shape.kind for shape in repeated}
+    with hf_paged.PagedGenerator(model, **options) as generator:
+        generator.generate([[1, 2, 3]], max_new_tokens=1, do_sample=False)
+        generator.engine.reset_prefix_cache()
+        runner = generator.engine._core.pool.runner
+        for shape, inputs in found.items():
+            arrays = runner.graphs.steps.padding_of(shape)
+            assert [(one.shape, one.dtype) for one in arrays] == [(one.shape, one.dtype) for one in inputs]
+        runner.graphs._runs.clear()
+        with torch.no_grad():
+            runner.capture_ahead(1, repeated)
+        assert runner.graphs._captured.keys() >= set(repeated)
+        before = runner.graphs.num_captured
+        assert generate(generator, prompts, lengths) == expected
+        assert runner.graphs.num_captured == before
+
+
+def test_shapes_that_padding_does_not_have_are_not_captured_ahead(runner, monkeypatch):
+    graphs = steps_on(device := Device(), runner, monkeypatch)
+    tiles = GroupedTiles(3, GroupedConfig(16, 64, 3, 32, 2, 4, 2, None))
+    graphs.capture_ahead([
+        StepShape("decode", rows=2, tiles=tiles), StepShape("mixed", rows=2, **PROMPTS, decode_tiles=tiles),
+        StepShape("masked", rows=2), StepShape("decode", rows=2, named=True),
+        StepShape("decode", rows=2, stages=frozenset({"bad_words"})),
+    ])
+    assert not device.ran and not graphs._captured
 
 
 @pytest.mark.slow

@@ -42,6 +42,11 @@ def test_shapes_and_kernels_come_back_as_they_were(path):
     assert saved(path, StepShape("decode", rows=2)).shapes[SHAPES[0]] == 1  # the uses of an earlier process fade
 
 
+def test_shapes_that_were_used_often_enough_for_a_graph_are_repeated(path):
+    once, prompts = StepShape("decode", rows=1), StepShape("prompts", tokens=16, prompts=2)
+    assert saved(path, once, *[SHAPES[0]] * 2, *[prompts] * 2, *[SHAPES[1]] * 3).repeated() == [SHAPES[1], SHAPES[0]]
+
+
 def test_a_graph_of_this_process_is_no_part_of_a_shape(path):
     shape = StepShape("masked", rows=2, after=object())
     assert list(saved(path, shape).shapes) == [shape._replace(after=None)]

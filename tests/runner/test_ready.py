@@ -34,8 +34,8 @@ BY_FIRST_REQUEST = {
     "masks": {"_mask_tokens_kernel"}, "repetition and processed": SAMPLER,
     "repetition and masks": {"_mask_tokens_kernel"},
 }
-MOST_GRAPHS = {"plain": 48, "nano": 27}
-MOST_UNCAPTURED = {"plain": 91, "nano": 39}  # padded steps that run without a graph
+MOST_GRAPHS = {"plain": 41, "nano": 20}
+MOST_UNCAPTURED = {"plain": 84, "nano": 32}  # padded steps that run without a graph
 MOST_VARIANTS = {"plain": 35, "optional": 52, "ranks": 56, "adapters": 76}
 
 
@@ -106,9 +106,11 @@ def test_ranks_are_ready_and_come_to_the_same_collectives_whatever_they_miss(tmp
 
 @pytest.mark.slow
 def test_experts_are_ready(tmp_path):
+    """A step with prompts is captured at its third use, which comes in the third run."""
     found = served(tmp_path, "moe")
-    assert found["first"]["variants"] == found["second"]["variants"] == found["second"]["captured"] == {}
-    assert found["first"]["captured"]
+    del found["ready"]
+    assert not any(one["variants"] or one["dropped"] for one in found.values()) and len(found) == 4
+    assert found["first"]["captured"] and found["fourth"]["captured"] == {} and found["fourth"]["uncaptured"] == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])

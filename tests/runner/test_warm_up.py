@@ -44,7 +44,7 @@ def done(monkeypatch):
 
 def runner(done, graphs):
     return SimpleNamespace(device=SPEC.device, prepare=lambda: None,
-                           capture_ahead=lambda rows: done.append(f"capture {rows}"),
+                           capture_ahead=lambda rows, others: done.append(("capture", rows, *others)),
                            graphs=SimpleNamespace(steps=None, uses=None) if graphs else None)
 
 
@@ -61,10 +61,10 @@ ALL = ("compile", "evicted", "8 rows", "64 tokens", "options")
 
 
 @pytest.mark.parametrize(("warmup", "options", "expected"), [
-    (False, {}, []), (True, {}, ["load", ("compile", "evicted")]), ("full", {}, ["load", ALL, "capture 8"]),
-    (True, {"is_full": True}, ["load", ALL, "capture 8"]),
-    (False, {"is_full": True}, [("compile", "8 rows", "64 tokens", "options"), "capture 8"]),
-    ("full", {"graphs": False}, ["load", ("compile", "evicted"), "capture 8"]),  # no effect without graphs
+    (False, {}, []), (True, {}, ["load", ("compile", "evicted")]), ("full", {}, ["load", ALL, ("capture", 8)]),
+    (True, {"is_full": True}, ["load", ALL, ("capture", 8)]),
+    (False, {"is_full": True}, [("compile", "8 rows", "64 tokens", "options"), ("capture", 8)]),
+    ("full", {"graphs": False}, ["load", ("compile", "evicted"), ("capture", 8)]),  # no effect without graphs
     ("full", {"is_parallel": True}, ["load", ALL]),
 ])
 def test_the_config_says_what_is_done(done, warmup, options, expected):

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn, TypeVar
@@ -259,6 +259,7 @@ class _Noted:
     """
 
     _compile: Callable[..., Any]
+    _hash_lock: AbstractContextManager[Any]
 
     @property
     def compile(self) -> Callable[..., Any]:
@@ -268,6 +269,19 @@ class _Noted:
     @compile.setter
     def compile(self, compile: Callable[..., Any]) -> None:
         self._compile = kernel_log.noting(compile)
+
+    @property
+    def cache_key(self) -> str:
+        """Return Triton's key of the source, from which the key of a compiled kernel on the disk is made.
+
+        3.6 misses constants of called functions that were not hashed before, so that the key would depend on the order
+        in which a process needs its kernels: a second reading finds them.
+        """
+        with self._hash_lock:
+            if self.hash is None:
+                super().cache_key  # type: ignore[misc]  # noqa: B018
+                self.hash: str | None = None
+            return super().cache_key  # type: ignore[misc]
 
     def _pack_args(self, *args: Any) -> Any:
         """Note a variant that is missing: Triton calls this before it compiles one."""

@@ -1,0 +1,63 @@
+"""The key of a kernel on the disk is one in all processes, in whatever order they need their kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import permutations
+
+import pytest
+
+jit = pytest.importorskip("triton.runtime.jit")
+
+SOURCE = """
+import triton.language as tl
+from hf_paged.kernels.build.compiling import Kernel
+
+WIDTH, HEIGHT = tl.constexpr(3), tl.constexpr({height})
+
+def innermost(x):
+    return x + HEIGHT
+
+def inner(x):
+    return innermost(x) * WIDTH
+
+def kernel(x, y):
+    tl.store(y, inner(tl.load(x)))
+
+innermost, inner, kernel = Kernel(innermost), Kernel(inner), Kernel(kernel)
+"""
+NAMES = ("innermost", "inner", "kernel")
+
+
+def update_hash(self, func):
+    """Triton 3.6's, without its check: constants of a function are taken before the function is read for them."""
+    self.used_global_vals.update(func.used_global_vals)
+    self.hasher.update((func.cache_key + str(getattr(func, "noinline", False))).encode())
+
+
+@pytest.fixture(params=[None, update_hash], ids=["this", "3.6"])
+def version(request, monkeypatch):
+    if request.param is not None:
+        monkeypatch.setattr(jit.DependenciesFinder, "_update_hash", request.param)
+
+
+def keys(tmp_path, order, height=5):
+    """Keys of new kernels, whose first use is in this order."""
+    path = tmp_path / "some_kernels.py"
+    path.write_text(SOURCE.format(height=height))
+    spec = importlib.util.spec_from_file_location("some_kernels", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = {name: getattr(module, name).cache_key for name in order}
+    assert found == {name: getattr(module, name).cache_key for name in order}
+    return found
+
+
+def test_the_order_of_first_uses_is_not_in_the_key(tmp_path, version):
+    expected, *others = [keys(tmp_path, order) for order in permutations(NAMES)]
+    assert all(other == expected for other in others)
+
+
+def test_a_constant_of_a_called_function_is_in_the_key(tmp_path, version):
+    first, second = keys(tmp_path, NAMES[::-1]), keys(tmp_path, NAMES[::-1], height=6)
+    assert not set(first.values()) & set(second.values())
