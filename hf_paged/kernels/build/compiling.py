@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -260,6 +260,8 @@ class _Noted:
 
     _compile: Callable[..., Any]
     _hash_lock: AbstractContextManager[Any]
+    hash: str | None
+    fn: Callable[..., Any]
 
     @property
     def compile(self) -> Callable[..., Any]:
@@ -275,12 +277,11 @@ class _Noted:
         """Return Triton's key of the source, from which the key of a compiled kernel on the disk is made.
 
         3.6 misses constants of called functions that were not hashed before, so that the key would depend on the order
-        in which a process needs its kernels: a second reading finds them.
+        in which a process needs its kernels: here they are hashed first.
         """
         with self._hash_lock:
             if self.hash is None:
-                super().cache_key  # type: ignore[misc]  # noqa: B018
-                self.hash: str | None = None
+                _hash_called(self.fn, set())
             return super().cache_key  # type: ignore[misc]
 
     def _pack_args(self, *args: Any) -> Any:
@@ -298,6 +299,21 @@ class _Noted:
     def __getitem__(self, grid: Any) -> Any:
         dry_run = _thread.dry_run
         return super().__getitem__(grid) if dry_run is None else partial(dry_run.launch, self, grid)  # type: ignore[misc]
+
+
+def _hash_called(function: Any, known: set[Any]) -> None:
+    """Hash the functions of Triton that a function calls, by names alone or as attributes of modules, inner ones first.
+
+    Args:
+        known: functions that are or will be hashed.
+    """
+    known.add(function)
+    names = function.__code__.co_names
+    for found in map(function.__globals__.get, names):
+        for called in [getattr(found, name, None) for name in names] if isinstance(found, ModuleType) else [found]:
+            if isinstance(called, JITFunction) and called.hash is None and called.fn not in known:
+                _hash_called(called.fn, known)
+                called.cache_key  # noqa: B018
 
 
 def noted(kernel: Any) -> Any:

@@ -11,6 +11,7 @@ jit = pytest.importorskip("triton.runtime.jit")
 
 SOURCE = """
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 from hf_paged.kernels.build.compiling import Kernel
 
 WIDTH, HEIGHT = tl.constexpr(3), tl.constexpr({height})
@@ -18,13 +19,16 @@ WIDTH, HEIGHT = tl.constexpr(3), tl.constexpr({height})
 def innermost(x):
     return x + HEIGHT
 
+def between(x):
+    return innermost(x) if x > 0 else between(-x)
+
 def inner(x):
-    return innermost(x) * WIDTH
+    return between(x) * WIDTH
 
 def kernel(x, y):
     tl.store(y, inner(tl.load(x)))
 
-innermost, inner, kernel = Kernel(innermost), Kernel(inner), Kernel(kernel)
+innermost, between, inner, kernel = Kernel(innermost), JITFunction(between), Kernel(inner), Kernel(kernel)
 """
 NAMES = ("innermost", "inner", "kernel")
 
