@@ -21,6 +21,8 @@ from hf_paged.engine.structured.form_compilers import COMPILERS
 from hf_paged.models import paged_calls
 from hf_paged.process_lock import ProcessLock
 
+# Python 3.12 starts with some hundred frozen objects of its own; a program that freezes its heap has 100,000 and more.
+_FROZEN_BY_PYTHON = 10_000
 Maker = Callable[[Any], Observer]  # makes the observer of an engine
 
 _lock = ProcessLock()  # held for a moment only: never while an engine's lock is waited for
@@ -61,8 +63,8 @@ def unwatch_all(make: Maker) -> None:
 
 @functools.cache
 def is_left_to_program() -> bool:
-    """Return whether the program had frozen objects before the first step: `gc.unfreeze` would thaw these as well."""
-    return gc.get_freeze_count() > 0
+    """Return whether the program had frozen its heap before the first step: `gc.unfreeze` would thaw it as well."""
+    return gc.get_freeze_count() > _FROZEN_BY_PYTHON
 
 
 class HeapHold:
