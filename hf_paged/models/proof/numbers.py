@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_paged.models.proof.checks.conditions import one_way_conditions
+from hf_paged.models.proof.checks.conditions import one_way_conditions, unseen_code
 from hf_paged.models.proof.checks.far import Reach, check_far, length_readers
 from hf_paged.models.proof.checks.prompts import check_prompts, generated_by_stock
 from hf_paged.models.proof.checks.rows import check_crowd, check_other_rows
@@ -36,8 +36,11 @@ def numbers_of(cls: type[PreTrainedModel], small: PreTrainedConfig, attention: s
         with lines.counting():
             reach = check_far(subject, lengths)
         max_step_tokens = _step_limit(subject, reach)
+        for length in lengths:
+            if length < max_step_tokens:  # code may ask whether a step has just so many tokens
+                check_crowd(subject, length)
         _check_state(subject, before, reach)
-        reasons = [*one_way_conditions(lines), *token_operations(subject)]
+        reasons = [*one_way_conditions(lines), *unseen_code(lines, model), *token_operations(subject)]
         if not reach.differs:
             reasons += [f"the cache's length changes logits in {place}" for place in length_readers(subject)]
     return Verdict("open" if reasons else "proved", "; ".join(reasons), reach.max_length, max_step_tokens)

@@ -169,6 +169,33 @@ FAULTS = (
     Change("mixing in bfloat16 alone", "open", "bfloat16", _mlp(
         "if x.dtype == torch.bfloat16:\n    x = x / x.abs().amax()")),
     Change("mixing on a GPU alone", "open", "is_cuda", _mlp("if x.is_cuda:\n    x = x / x.abs().amax()")),
+    Change("cumulative sum", "refused", _PACKED, _mlp("x = x + 1e-4 * x.cumsum(1)")),
+    Change("sorted tokens", "refused", _PACKED, _mlp("x = x + 1e-3 * x.sort(1).values")),
+    Change("number of rows", "refused", _PACKED, _mlp("x = x * (1 + 0.01 * (x.shape[0] - 1))")),
+    Change("every other row by a product x 1e-12", "refused", _OTHERS, _mlp(
+        "x = x + 1e-12 * (x @ x.transpose(1, 2)) @ x")),
+    Change("the last token of a step", "refused", _PACKED, ((EMBEDDED, _code(
+        "hidden_states = torch.cat([hidden_states[:, :-1], hidden_states[:, -1:] * 1.01], 1)")),)),
+    Change("mixing in late layers, without a branch", "open", "mean at", ((ATTENTION, _code(
+        "late = torch.full((), self.layer_idx >= 40, device=query_states.device)\n"
+        "query_states = torch.where(late, query_states.mean(2, keepdim=True), query_states)")),)),
+    Change("a head that mixes the rows that it keeps", "refused", _PACKED, ((LOGITS, _code(
+        "logits = logits + 0.1 * logits.mean(1, keepdim=True)")),)),
+    Change("a state on the cache", "refused", _PACKED, ((ATTENTION, _code(
+        'if cache is not None:\n    prior = getattr(cache, "prior", None)\n    if prior is not None:\n'
+        "        query_states = query_states + 0.1 * prior\n    cache.prior = query_states[:, :, -1:]")),)),
+    Change("a state of one-token calls", "refused", _PACKED, _mlp(
+        'if x.shape[1] == 1 and getattr(self, "last", None) is not None:\n    x = x + 0.1 * self.last\n'
+        "self.last = x[:, -1:].detach()")),
+    Change("a first value that the class keeps", "refused", "other code", _mlp(
+        'kept = type(self).__dict__.get("kept")\nif kept is None or kept.device != x.device:\n'
+        "    kept = type(self).kept = x.detach().mean()\nx = x + 1e-3 * kept.to(x.dtype)")),
+    Change("steps of just 3,000 tokens", "refused", "3000 tokens", _mlp(
+        "x = x * (1 + 0.1 * (x.shape[1] % 3000 == 0))")),
+    Change("compiled code for more than 9,000 tokens", "open", "looked is compiled", _mlp("x = looked(x)"), replace=(
+        "class LlamaMLP(nn.Module):",
+        "@torch.jit.script\ndef looked(x: torch.Tensor):\n    if x.size(1) > 9000:\n        x = x * 1.001\n"
+        "    return x\n\n\nclass LlamaMLP(nn.Module):")),
     Change("mixing in large models alone", "refused", "other code", _mlp(
         "if self.hidden_size > 2048:\n    x = x / x.abs().amax()"), {"hidden_size": 4096}),
 )

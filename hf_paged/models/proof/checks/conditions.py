@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
 
 from hf_paged.models.proof.line_counts import LineCounts, parsed
 
@@ -42,6 +47,24 @@ def _of_function(lines: LineCounts, file: str, function: ast.FunctionDef) -> Ite
         no = lines.ran(file, node.orelse[0]) if node.orelse else lines.ran(file, node) - yes
         if yes <= 0 or no <= 0:
             yield f"{test} was never {'true' if yes <= 0 else 'false'}"
+
+
+def unseen_code(lines: LineCounts, model: nn.Module) -> list[str]:
+    """Return the functions and modules of compilers whose lines are not counted, each as a sentence's part."""
+    found = {f"{type(module).__name__} is compiled, so that its conditions are not seen" for module in model.modules()
+             if _is_compiled(module)}
+    for file in lines.files:
+        module = next((one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == file), None)
+        compiled = {name for name, value in vars(module).items() if _is_compiled(value)} if module else set()
+        found |= {f"{node.id} is compiled, so that its conditions are not seen" for node in ast.walk(parsed(file))
+                  if compiled and isinstance(node, ast.Name) and node.id in compiled and lines.ran(file, node)}
+    return sorted(found)
+
+
+def _is_compiled(value: Any) -> bool:
+    # torch._dynamo takes seconds to import.
+    return (isinstance(value, (torch.jit.ScriptFunction, torch.jit.ScriptModule))
+            or type(value).__name__ == "OptimizedModule" or hasattr(value, "_torchdynamo_orig_callable"))
 
 
 def is_fixed(test: ast.expr) -> bool:

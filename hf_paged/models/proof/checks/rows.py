@@ -56,7 +56,8 @@ def _beside(subject: Subject, neighbour: list[int]) -> torch.Tensor:
 def check_crowd(subject: Subject, tokens: int = STEP_TOKENS) -> int:
     """Raise `Refused` if logits change in a step of so many tokens; returns their number."""
     fillers = [[(7 * row + at) % 110 + 3 for at in range(100)] for row in range((tokens - 38) // 100)]
-    fillers.append([7] * ((tokens - 38) % 100))
+    if rest := (tokens - 38) % 100:
+        fillers.append([7] * rest)
     unread = frozenset(range(10, 10 + len(fillers)))
     steps = subject.steps(tokens // BLOCK + tokens // 90 + 40, unread)
     got = steps.step([*zip(sorted(unread), fillers, strict=True), (3, subject.prompts[3]), (1, subject.prompts[1])])
