@@ -36,10 +36,12 @@ class TritonBackend(AttentionBackend):
         return plan_items(seq_lens, slots, cta_slots)
 
     def choose_groups(self, groups: PrefixGroups, num_rows: int, spec: AttentionSpec) -> GroupChoice | None:
-        return choose_groups(groups, num_rows, group_kernel_of(spec))
+        return choose_groups(groups, num_rows, group_kernel_of(spec)) if spec.are_calls_alike else None
 
     def plan_prompts(self, groups: PrefixGroups, prompts: Prompts, spec: AttentionSpec,
                      share_of_layers: float) -> PromptPlan | None:
+        if not spec.are_calls_alike:
+            return None
         return plan_prompts(groups, prompts, self.prompt_kernel(prompts, spec), share_of_layers)
 
     def prompt_kernel(self, prompts: Prompts, spec: AttentionSpec) -> PromptKernel:
@@ -49,9 +51,10 @@ class TritonBackend(AttentionBackend):
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
         """Run the kernels; raises ValueError for arguments that they do not take, RuntimeError without Triton."""
-        if q.dtype not in _DTYPES or q.shape[2] > 256:
+        if q.dtype not in _DTYPES or max(q.shape[2], v_cache.shape[3]) > 256:
             raise ValueError(
-                f"the triton backend takes fp16, bf16 or fp32 and head_dim up to 256, got {q.dtype} and {q.shape[2]}"
+                f"the triton backend takes fp16, bf16 or fp32 and head_dim up to 256, got {q.dtype}, {q.shape[2]} and "
+                f"{v_cache.shape[3]}"
             )
         if meta.max_query_len > 1:
             prefill = paged_attention_grouped_prefill if isinstance(meta.work, PromptWork) else paged_attention_prefill

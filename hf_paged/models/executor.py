@@ -175,6 +175,11 @@ class ModelExecutor(ABC):
     def masks(self) -> tuple[AttentionMask, ...]:
         """Return, for every attention call of a forward, which positions it reads."""
 
+    @property
+    def has_stock_cache(self) -> bool:
+        """Whether stock's cache holds the keys and values that attention gets, as pages do (not latents of them)."""
+        return True
+
     def windows(self) -> tuple[int | None, ...]:
         """Return, for every attention call of a forward, how many last positions a token reads at most; None: all."""
         return tuple(mask.most for mask in self.masks())
