@@ -51,10 +51,10 @@ class TritonBackend(AttentionBackend):
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
         """Run the kernels; raises ValueError for arguments that they do not take, RuntimeError without Triton."""
-        if q.dtype not in _DTYPES or max(q.shape[2], v_cache.shape[3]) > 256:
+        if q.dtype not in _DTYPES or max(q.shape[-1], v_cache.shape[-1]) > 256:
             raise ValueError(
-                f"the triton backend takes fp16, bf16 or fp32 and head_dim up to 256, got {q.dtype}, {q.shape[2]} and "
-                f"{v_cache.shape[3]}"
+                f"the triton backend takes fp16, bf16 or fp32 and head_dim up to 256, got {q.dtype}, {q.shape[-1]} and "
+                f"{v_cache.shape[-1]}"
             )
         if meta.max_query_len > 1:
             prefill = paged_attention_grouped_prefill if isinstance(meta.work, PromptWork) else paged_attention_prefill
