@@ -125,8 +125,8 @@ def recognise(engine: Engine, inputs: DecodingInputs) -> list[RequestSpec] | Rea
     autocast = engine.autocast_of_call()
     returns_cache = config.return_dict_in_generate and config.use_cache is not False
     if not engine.has_stock_cache and returns_cache and (config.num_beams or 1) > 1:
-        return Reason("a cache of beams, of which pages hold {}",
-                      "something else than stock's cache" if autocast is None else f"keys and values in {autocast}",
+        return Reason("keys and values of beams, of which pages hold {}",
+                      "something else than stock's cache" if autocast is None else f"copies in {autocast}",
                       remedy="`return_dict_in_generate` also returns a cache, which stock keeps in the dtype of the "
                              "weights and some models as latents. Leave the option out, or give `use_cache=False`.")
     return [RequestSpec(prompt=prompt, max_new_tokens=max_new_tokens, cache_salt=CALL_SALT.get(), autocast=autocast,

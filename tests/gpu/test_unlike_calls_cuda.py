@@ -1,4 +1,4 @@
-"""On a GPU: models with chunks, values of another size than keys, or other shapes in some layers give stock's tokens."""
+"""On a GPU: models with chunks, values unlike keys, or other shapes in some layers give stock's tokens."""
 
 from __future__ import annotations
 

@@ -84,6 +84,9 @@ _DEEP = {
     1024: DecodeConfigs(
         _D(16, 4, 2, 4), _D(16, 4, 2, 4), _D(16, 4, 2, 4), (_D(16, 4, 2, 4),), _D(16, 4, 2, 4),
     ),
+    2048: DecodeConfigs(
+        _D(16, 8, 2, 1), _D(16, 8, 2, 1), _D(16, 8, 2, 1), (_D(16, 8, 2, 1),), _D(16, 8, 2, 1),
+    ),
 }
 _SHALLOW = {
     64: _D(64, 2, 2, 8),
@@ -91,6 +94,7 @@ _SHALLOW = {
     256: _D(32, 2, 2, 4),
     512: _D(16, 2, 2, 4),
     1024: _D(16, 4, 2, 2),
+    2048: _D(16, 8, 1, 1),
 }
 
 
@@ -272,7 +276,7 @@ def paged_attention_decode(
 ) -> torch.Tensor:
     """:func:`~hf_paged.attention.registry.paged_attention` where every row has exactly one new token.
 
-    fp16, bf16 or fp32; head_dim up to 256. One Triton launch over ``meta.work``; without a plan every row is cut alike.
+    fp16, bf16 or fp32; head_dim up to 512. One Triton launch over ``meta.work``; without a plan every row is cut alike.
     The grid depends on the number of items alone: a CUDA graph serves every plan that has as many.
 
     Args:

@@ -54,6 +54,7 @@ _DEEP = {
     64: PrefillConfig(128, 64, 8, 3, branch=True),
     128: PrefillConfig(128, 32, 8, 3, branch=True, max_registers=128),
     256: PrefillConfig(64, 32, 4, 2, branch=True),
+    512: PrefillConfig(64, 16, 8, 2, branch=True),
 }
 _DEEP_LONG = {128: PrefillConfig(128, 128, 8, 3, branch=True)}
 # Longest sequence for which the tiles of long ones are not taken: a CUDA graph is for these or for all.
@@ -65,6 +66,7 @@ _SHALLOW = {
     64: PrefillConfig(128, 64, 4, 2),
     128: PrefillConfig(128, 64, 8, 2),
     256: PrefillConfig(64, 32, 4, 2),
+    512: PrefillConfig(32, 16, 4, 2),
 }
 # An exact fp32 dot runs on the plain cores out of registers: larger tiles spill thousands of bytes a thread.
 _FLOAT = {
@@ -72,6 +74,7 @@ _FLOAT = {
     64: PrefillConfig(64, 32, 8, 2),
     128: PrefillConfig(32, 32, 8, 2),
     256: PrefillConfig(32, 16, 8, 2),
+    512: PrefillConfig(16, 16, 8, 1),
 }
 # Where the longest row of a step has as many new tokens, the tiles are those of any longer one.
 FULL_TILE = max(c.block_m for configs in (_DEEP, _DEEP_LONG, _SHALLOW, _FLOAT) for c in configs.values())
@@ -116,7 +119,7 @@ def _mask_scores(score, query_position, start, n, window, S: tl.constexpr):
     last = query_position - start
     visible = n[None, :] <= last[:, None]
     if S.has_window:
-        visible &= n[None, :] >= (first_visible(query_position, window, S) - start)[:, None]
+        visible &= n[None, :] > (first_visible(query_position, window, S) - 1 - start)[:, None]
     return tl.where(visible, score, float("-inf"))
 
 
@@ -230,7 +233,7 @@ def paged_attention_prefill(
 ) -> torch.Tensor:
     """:func:`~hf_paged.attention.registry.paged_attention` for rows of any length, one Triton launch.
 
-    fp16, bf16 or fp32; head_dim up to 256. Rows find their tiles on the device (a tile's row by binary search over
+    fp16, bf16 or fp32; head_dim up to 512. Rows find their tiles on the device (a tile's row by binary search over
     ``query_start``, as in vLLM's unified kernel), so the grid needs only T and R.
 
     Args:

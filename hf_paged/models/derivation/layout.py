@@ -20,7 +20,7 @@ from hf_paged.models.proof.outline import outline_of
 from hf_paged.models.proof.verdict import Refused
 from hf_paged.models.rope import longest_length
 
-MOST_HEAD_DIM = 256
+MOST_HEAD_DIM = 512
 
 
 @dataclass(frozen=True)

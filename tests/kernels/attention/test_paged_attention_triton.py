@@ -21,7 +21,7 @@ from hf_paged.kernels.attention.prefill import (
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3}
 HEAD_DIMS = [32, 64, 80, 96, 128, 256]
-KEYS_AND_VALUES = [(192, 128), (24, 16), (96, 64), (24, 40), (16, 128)]
+KEYS_AND_VALUES = [(192, 128), (24, 16), (96, 64), (24, 40), (16, 128), (512, 512)]
 
 
 def cut(case, splits):
@@ -212,7 +212,7 @@ def test_scores_far_apart_do_not_overflow():
 
 
 def test_configs_cover_every_head_size():
-    for head_dim_pad in (16, 32, 64, 128, 256):
+    for head_dim_pad in (16, 32, 64, 128, 256, 512):
         for itemsize in (2, 4):
             for group in (1, 3, 8, 200):
                 for new, long, shared in itertools.product((1, 9, 5000), (0, 9000), (99 << 10, 227 << 10)):

@@ -55,8 +55,8 @@ ONE = AttentionRecord("one", FULL, 4, 2, 16, 16, None, None, False)
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
-    ({"key_size": 320}, "two has heads of 320 numbers"),
-    ({"value_size": 320}, "two has heads of 320 numbers"),
+    ({"key_size": 520}, "two has heads of 520 numbers"),
+    ({"value_size": 520}, "two has heads of 520 numbers"),
     ({"module": "one"}, "one attends more than once in a forward"),
 ])
 def test_calls_that_pages_do_not_hold_are_refused(changes, reason):
