@@ -32,8 +32,10 @@ def make_case(
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int = 32,
+    value_dim: int | None = None,
     block_size: int = 16,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -53,7 +55,7 @@ def make_case(
     lines = torch.randperm(len(rows) + 3, generator=g)[: len(rows)]
     table = torch.full((len(rows) + 3, max_blocks), poison, dtype=torch.int32)
     k_cache = torch.full((num_blocks, block_size, kv_heads, head_dim), float("nan"), dtype=dtype)
-    v_cache = k_cache.clone()
+    v_cache = torch.full((*k_cache.shape[:3], value_dim or head_dim), float("nan"), dtype=dtype)
     shared = {} if groups is None else {
         (int(row), j): group
         for group, (start, count, begin, end) in enumerate(zip(*groups[1:], strict=True))
@@ -61,7 +63,7 @@ def make_case(
         for j in range(begin // block_size, end // block_size)
     }
     taken: dict[tuple[int, int, int], int] = {}
-    first = [0 if window is None else max(0, length - new - window + 1) for new, length in rows]
+    first = [_first_seen(length - new, window, chunk) for new, length in rows]
     for row, (_, length) in enumerate(rows):
         for j in range(first[row] // block_size, -(-length // block_size)):
             key = (shared[row, j], -1, j) if (row, j) in shared else (-1, row, j)
@@ -74,7 +76,7 @@ def make_case(
         seen = torch.arange(first[row], length)
         slot = table[lines[row], seen // block_size].long() * block_size + seen % block_size
         for cache in (k_cache, v_cache):
-            cache.flatten(0, 1)[slot] = torch.randn(len(seen), kv_heads, head_dim, generator=g).to(dtype)
+            cache.flatten(0, 1)[slot] = torch.randn(len(seen), *cache.shape[2:], generator=g).to(dtype)
     total = sum(new for new, _ in rows)
     # A slice of a wider tensor, as q is after a merged qkv projection: strided in its first dim.
     wide = torch.randn(total, heads + 3, head_dim, generator=g).to(dtype)
@@ -88,10 +90,17 @@ def make_case(
         max_query_len=max(new for new, _ in rows),
         max_seq_len=max(length for _, length in rows) + 5,
     )
-    options = AttentionOptions(head_dim**-0.5 * 1.7, window, softcap)
+    options = AttentionOptions(head_dim**-0.5 * 1.7, window, softcap, chunk=chunk)
     if sinks:  # some far below every score, some far above
         options = replace(options, sinks=(torch.randn(heads, generator=g) * 4).to(device, dtype))
     return Case(wide.to(device)[:, :heads], k_cache.to(device), v_cache.to(device), meta, options, rows)
+
+
+def _first_seen(position: int, window: int | None, chunk: int | None) -> int:
+    """The first position that a token at `position` sees."""
+    if chunk is not None:
+        return max(0, position) // chunk * chunk
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def dense_rows(case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -99,7 +108,6 @@ def dense_rows(case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch
     block_size = case.k_cache.shape[1]
     group = case.q.shape[1] // case.k_cache.shape[2]
     table, lines = case.meta.block_table.tolist(), case.meta.slots.tolist()
-    window = case.options.window or 10**9
     result, begin = [], 0
     for line, (new, length) in zip(lines, case.rows, strict=True):
         q = case.q[begin : begin + new].to(dtype).transpose(0, 1)
@@ -112,13 +120,13 @@ def dense_rows(case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch
         seen = torch.zeros(new, length, dtype=torch.bool)
         for i in range(new):
             position = length - new + i
-            seen[i, max(0, position - window + 1) : max(0, position + 1)] = True
+            seen[i, _first_seen(position, case.options.window, case.options.chunk) : max(0, position + 1)] = True
         result.append((q, k, v, seen.to(q.device)))
     return result
 
 
 def expected(case: Case) -> torch.Tensor:
-    """Attention in float64, row by row, ``[T, Hq, D]``; rows that see nothing are zero."""
+    """Attention in float64, row by row, ``[T, Hq, Dv]``; rows that see nothing are zero."""
     out = []
     softcap = case.options.softcap
     for q, k, v, seen in dense_rows(case, torch.float64):
@@ -153,7 +161,8 @@ def worst_error(actual: torch.Tensor, right: torch.Tensor) -> float:
 
 def run_poisoned(kernel: Callable[..., torch.Tensor], case: Case, **extra: object) -> torch.Tensor:
     """Call a Triton entry point with a NaN-filled output, so that an element it skips shows."""
-    out = torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device=case.q.device)
+    shape = (*case.q.shape[:2], case.v_cache.shape[3])
+    out = torch.full(shape, float("nan"), dtype=case.q.dtype, device=case.q.device)
     assert kernel(*case[:5], out=out, **extra) is out
     return out
 

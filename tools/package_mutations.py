@@ -604,8 +604,8 @@ HOPPER_CALLS = [
     PackageMutation(REGISTRY, "HopperBackend(measured_only=True)", "HopperBackend()", HOPPER_TESTS, "timed"),
     PackageMutation(REGISTRY, "reason = None if name == \"auto\" else", "reason = None if True else", HOPPER_TESTS,
                     "refused_by_name"),
-    PackageMutation("attention/flash_attn_backend.py", "if meta.max_query_len > 1 and options.sinks is None:",
-                    "if meta.max_query_len > 1:", "attention/test_flash_attn_backend.py", "no_package_carries"),
+    PackageMutation("attention/flash_attn_backend.py", "fits = options.sinks is None and ", "fits = ",
+                    "attention/test_flash_attn_backend.py", "no_package_carries"),
 ]
 
 ONE_LAUNCH, ONE_LAUNCH_TESTS = "models/one_launch.py", "models/test_one_launch.py"
@@ -696,6 +696,8 @@ PREFIXES = [
     PackageMutation(GROUPED, "tl.where((tops > float(\"-inf\"))[:, :, None], values, 0.0)", "values", GROUPED_TESTS,
                     "short_pieces"),
     PackageMutation(GROUPED, "    if pieces == 1:\n        return\n", "", GROUPED_TESTS, "random_trees"),
+    PackageMutation("kernels/attention/_tile.py", "position - position % window", "position - window + 1",
+                    GROUPED_TESTS, "values_of_another"),
     PackageMutation("kernels/attention/_tile.py", "options.scale * LOG2_E", "options.scale", GROUPED_TESTS,
                     "random_trees"),
     PackageMutation("kernels/_checks.py", "        check(*args, **kwargs)\n", "",
@@ -872,7 +874,8 @@ AUTOCAST = [
                     "            if True:\n                return False\n", AUTOCAST_TESTS, "processor_changes"),
     PackageMutation(PREPARED, "            self._executor.refresh(self._guard.latest)\n", "            pass\n",
                     AUTOCAST_TESTS, "between_calls"),
-    PackageMutation(LOCKSTEP, "        if rounds_cache:\n", "        if False:\n", AUTOCAST_TESTS, "scores_and_logits"),
+    PackageMutation(LOCKSTEP, "        if engine.has_stock_cache:\n", "        if True:\n", AUTOCAST_TESTS,
+                    "scores_and_logits"),
     PackageMutation(GENERATE, "autocast=engine.autocast_of_call())", ")", AUTOCAST_TESTS, "calls_in_turn"),
 ]
 

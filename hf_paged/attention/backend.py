@@ -24,16 +24,12 @@ class AttentionBackend(ABC):
         waits: the backend reads device data on the host, so that no CUDA graph can contain it.
         knows_pool_size: launches depend on the number of blocks, so that CUDA graphs are invalid after the pool grows.
         has_queue: `wants_queue` may return True.
-        takes_any_pools: `run` takes values of another width than keys, and other sizes than `plan` was given.
-        takes_chunks: `run` takes `AttentionOptions.chunk`.
     """
 
     name: str
     waits = False
     knows_pool_size = False
     has_queue = False
-    takes_any_pools = False
-    takes_chunks = False
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Return why the backend cannot run such a model if a config names it, or None."""

@@ -195,8 +195,8 @@ class FlashBackend(TritonBackend):
     """An installed FlashAttention package for steps with a row of several new tokens.
 
     Rows of one new token always take the Triton kernel, which reads faster than FlashAttention-3
-    and needs no page table a row. What no installed package carries (fp32, sinks, a head size, a block size) goes to
-    Triton as well, call by call.
+    and needs no page table a row. What no installed package carries (fp32, sinks, chunks, sizes of
+    heads or blocks) goes to Triton as well, call by call.
     """
 
     name = "flash_attn"
@@ -212,7 +212,8 @@ class FlashBackend(TritonBackend):
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
-        if meta.max_query_len > 1 and options.sinks is None:
+        fits = options.sinks is None and options.chunk is None and k_cache.shape == v_cache.shape
+        if meta.max_query_len > 1 and fits:
             result = flash_prefill(q, k_cache, v_cache, meta, options)
             if result is not None:  # the packages do not write to `out`, so that the result has to be copied
                 return result if out is None else out.copy_(result)

@@ -52,13 +52,14 @@ class HopperBackend(TritonBackend):
         return imbalance(num_new, seq_lens, tile_tokens(spec.group), bundles, programs) > _UNEVEN
 
     def _takes_rows(self, max_query_len: int, spec: AttentionSpec) -> bool:
-        fits = spec.head_dim <= self.largest_head_dim
+        is_one_size = spec.are_calls_alike and not spec.has_value_dim
+        fits = is_one_size and spec.head_dim <= self.largest_head_dim
         return fits and takes_rows(spec.dtype, spec.head_dim, max_query_len, spec.group)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
         is_shared = isinstance(meta.work, PromptWork)
-        fits = meta.max_query_len > 1 and not is_shared and q.shape[2] <= self.largest_head_dim
+        fits = meta.max_query_len > 1 and not is_shared and q.shape[2] <= self.largest_head_dim and not options.chunk
         if fits and takes(q, k_cache, v_cache, meta):
             return _hopper_kernel()(q, k_cache, v_cache, meta, options, out=out)
         return super().run(q, k_cache, v_cache, meta, options, out)

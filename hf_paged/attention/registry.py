@@ -43,12 +43,7 @@ def resolve_backend(name: str, device: torch.device) -> AttentionBackend:
 def check_backend(name: str, spec: AttentionSpec) -> None:
     """Raise ValueError if the backend of a config cannot run such a model."""
     backend = resolve_backend(name, spec.device)
-    if not spec.are_pools_alike and not backend.takes_any_pools:
-        reason: str | None = f"{backend.name} takes keys as wide as values, of one size in all layers; expected 'torch'"
-    elif spec.has_chunks and not backend.takes_chunks:
-        reason = f"{backend.name} takes no layers whose tokens see a chunk of the sequence; expected 'torch'"
-    else:
-        reason = None if name == "auto" else backend.why_not(spec)
+    reason = None if name == "auto" else backend.why_not(spec)
     if reason is not None:
         raise ValueError(f"attention_backend={name!r}: {reason}")
 
@@ -59,14 +54,14 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of the packed new tokens over their rows' cached and new tokens (already stored in the cache).
 
-    New token i of row r sits at position ``p = seq_lens[r] - n_r + i`` and sees positions ``0..p``, or with a
-    window ``max(0, p - window + 1)..p``, as in transformers. Positions that none of a row's tokens sees are
-    never read, whatever they hold. A row with ``seq_lens[r] == 0`` (padding of a CUDA graph) gives zeros.
+    New token i of row r sits at position ``p = seq_lens[r] - n_r + i`` and sees positions ``0..p``, with a window
+    ``max(0, p - window + 1)..p``, with a chunk ``p - p % chunk..p``, as in transformers. Positions that none of a row's
+    tokens sees are never read, whatever they hold. A row with ``seq_lens[r] == 0`` (padding of a CUDA graph) gives
+    zeros.
 
     Args:
         q: ``[T, Hq, D]``; query head h reads KV head ``h // (Hq // Hkv)``; the last dim is contiguous.
-        k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, contiguous, q's dtype; for some backends
-            (`takes_any_pools`) values may have another last dim Dv.
+        k_cache, v_cache: ``[num_blocks, block_size, Hkv, D or Dv]``, contiguous, q's dtype.
         meta: the step's layout, on q's device.
         options: how scores become weights.
         backend: ``"auto"`` or one of `BACKENDS`.
@@ -80,11 +75,6 @@ def paged_attention(
     """
     found = resolve_backend(backend, q.device)
     check_attention(q, k_cache, v_cache, options)
-    if k_cache.shape != v_cache.shape and not found.takes_any_pools:
-        raise ValueError(f"{found.name} takes keys as wide as values, got {tuple(k_cache.shape)} and "
-                         f"{tuple(v_cache.shape)}; 'torch' takes others")
-    if options.chunk is not None and not found.takes_chunks:
-        raise ValueError(f"{found.name} takes no chunk, got chunk={options.chunk!r}; 'torch' does")
     return found.run(q, k_cache, v_cache, meta, options, out)
 
 

@@ -13,8 +13,6 @@ from hf_paged.kernels.attention.types import AttentionOptions, AttentionSpec, Pa
 class TorchBackend(AttentionBackend):
     name = "torch"
     waits = True
-    takes_any_pools = True
-    takes_chunks = True
 
     def plan(self, seq_lens: np.ndarray, slots: np.ndarray, spec: AttentionSpec) -> None:
         return None

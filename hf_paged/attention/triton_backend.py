@@ -18,6 +18,7 @@ from hf_paged.kernels.attention.types import AttentionOptions, AttentionSpec, Gr
 from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_HEAD_DIM, _MOST_GROUPED_HEAD_DIM = 512, 256
 
 
 class TritonBackend(AttentionBackend):
@@ -36,10 +37,12 @@ class TritonBackend(AttentionBackend):
         return plan_items(seq_lens, slots, cta_slots)
 
     def choose_groups(self, groups: PrefixGroups, num_rows: int, spec: AttentionSpec) -> GroupChoice | None:
-        return choose_groups(groups, num_rows, group_kernel_of(spec))
+        return choose_groups(groups, num_rows, group_kernel_of(spec)) if _may_group(spec) else None
 
     def plan_prompts(self, groups: PrefixGroups, prompts: Prompts, spec: AttentionSpec,
                      share_of_layers: float) -> PromptPlan | None:
+        if not _may_group(spec):
+            return None
         return plan_prompts(groups, prompts, self.prompt_kernel(prompts, spec), share_of_layers)
 
     def prompt_kernel(self, prompts: Prompts, spec: AttentionSpec) -> PromptKernel:
@@ -49,15 +52,21 @@ class TritonBackend(AttentionBackend):
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
             options: AttentionOptions, out: torch.Tensor | None = None) -> torch.Tensor:
         """Run the kernels; raises ValueError for arguments that they do not take, RuntimeError without Triton."""
-        if q.dtype not in _DTYPES or q.shape[2] > 256:
+        if q.dtype not in _DTYPES or max(q.shape[-1], v_cache.shape[-1]) > _MOST_HEAD_DIM:
             raise ValueError(
-                f"the triton backend takes fp16, bf16 or fp32 and head_dim up to 256, got {q.dtype} and {q.shape[2]}"
+                f"the triton backend takes fp16, bf16 or fp32 and head_dim up to {_MOST_HEAD_DIM}, got {q.dtype}, "
+                f"{q.shape[-1]} and {v_cache.shape[-1]}"
             )
         if meta.max_query_len > 1:
             prefill = paged_attention_grouped_prefill if isinstance(meta.work, PromptWork) else paged_attention_prefill
             return prefill(q, k_cache, v_cache, meta, options, out=out)
         run = paged_attention_grouped if isinstance(meta.work, GroupedWork) else paged_attention_decode
         return run(q, k_cache, v_cache, meta, options, out=out)
+
+
+def _may_group(spec: AttentionSpec) -> bool:
+    """Return whether a plan of groups, which is made for one size of heads and one of groups, fits all calls."""
+    return spec.are_calls_alike and spec.head_dim <= _MOST_GROUPED_HEAD_DIM
 
 
 BACKEND = TritonBackend()

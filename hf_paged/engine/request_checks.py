@@ -62,6 +62,11 @@ class RequestChecks(LockedCore):
         return self._executor.autocast_of_call()
 
     @property
+    def has_stock_cache(self) -> bool:
+        """Whether pages hold what stock's cache does, in this thread's autocast."""
+        return self._executor.has_stock_cache and self.autocast_of_call() is None
+
+    @property
     def vocab_size(self) -> int:
         """The number of token ids that the model's embedding takes."""
         return self._executor.vocab_size

@@ -62,7 +62,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
         with engine.lockstep(specs) as batch:
             if isinstance(batch, Reason):
                 return batch
-            run = partial(_run, engine, model, batch, method, inputs, specs[0].autocast is not None)
+            run = partial(_run, engine, model, batch, method, inputs)
             return paths.counted(engine, "lockstep", why, run, inputs.num_new)
 
     if engine.replica is None:
@@ -74,9 +74,8 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
     return in_stock(result) if isinstance(result, Reason) else result
 
 
-def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, inputs: DecodingInputs,
-         rounds_cache: bool) -> Any:
-    """Run a lockstep call. `rounds_cache`: under autocast pages hold rounded KV, so stock's cache is recomputed."""
+def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, inputs: DecodingInputs) -> Any:
+    """Run a lockstep call."""
     input_ids, model_kwargs = inputs.input_ids, inputs.model_kwargs
     check_token_ids(input_ids, engine.vocab_size)
     cache = PagedCache(batch, input_ids.shape[1], model.config.get_text_config(decoder=True).num_hidden_layers)
@@ -86,11 +85,11 @@ def _run(engine: Engine, model: Any, batch: LockstepBatch, method: Callable, inp
     if isinstance(result, ModelOutput) and result.get(CACHE_NAME) is cache:
         if inputs.generation_config.use_cache is False:
             return type(result)(**{name: value for name, value in result.items() if value is not cache})
-        if rounds_cache:
+        if engine.has_stock_cache:
+            result[CACHE_NAME] = cache.to_dynamic(model.config)
+        else:
             width = input_ids.shape[1]
             result[CACHE_NAME] = LateCache(engine, model, result["sequences"], width, model_kwargs, batch.adapters)
-        else:
-            result[CACHE_NAME] = cache.to_dynamic(model.config)
     return result
 
 
@@ -125,10 +124,11 @@ def recognise(engine: Engine, inputs: DecodingInputs) -> list[RequestSpec] | Rea
         return Reason("pad_token_id={} is outside the vocabulary", int(pad), remedy=SET_PAD)
     autocast = engine.autocast_of_call()
     returns_cache = config.return_dict_in_generate and config.use_cache is not False
-    if autocast is not None and returns_cache and (config.num_beams or 1) > 1:
-        return Reason("keys and values of beams under autocast, which pages hold in {}", autocast,
+    if not engine.has_stock_cache and returns_cache and (config.num_beams or 1) > 1:
+        return Reason("keys and values of beams, of which pages hold {}",
+                      "something else than stock's cache" if autocast is None else f"copies in {autocast}",
                       remedy="`return_dict_in_generate` also returns a cache, which stock keeps in the dtype of the "
-                             "weights. Leave the option out, or give `use_cache=False`.")
+                             "weights and some models as latents. Leave the option out, or give `use_cache=False`.")
     return [RequestSpec(prompt=prompt, max_new_tokens=max_new_tokens, cache_salt=CALL_SALT.get(), autocast=autocast,
                         adapter_name=adapter) for prompt, adapter in zip(prompts, adapters, strict=True)]
 

@@ -40,7 +40,7 @@ class KVSpec(NamedTuple):
     ``cache_dtype`` is the dtype of K and V, ``compute_dtype`` that of the embedding and the first hidden states. They
     differ only under autocast, where linear layers and attention compute in ``cache_dtype``. Heads are one rank's.
     ``pools``: the sizes of each call's pools, where K and V, or two calls, are not alike; (): all are alike.
-    ``has_chunks``: whether some call has `AttentionOptions.chunk`.
+    ``are_calls_alike``: whether all calls have the same sizes, and as many heads of queries.
     """
 
     num_layers: int
@@ -51,7 +51,7 @@ class KVSpec(NamedTuple):
     compute_dtype: torch.dtype
     device: torch.device
     pools: tuple[PoolShape, ...] = ()
-    has_chunks: bool = False
+    are_calls_alike: bool = True
 
     def pool_shapes(self) -> tuple[PoolShape, ...]:
         """Return the sizes of the pools of each attention call."""
@@ -59,8 +59,10 @@ class KVSpec(NamedTuple):
 
     def attention(self, block_size: int) -> AttentionSpec:
         """What backends of attention are told of the model."""
-        return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.cache_dtype, self.device,
-                             block_size, not self.pools, self.has_chunks)
+        heads, keys, values = (max(sizes) for sizes in zip(*self.pool_shapes(), strict=True))
+        has_value_dim = any(shape.head_dim != shape.value_dim for shape in self.pools)
+        return AttentionSpec(self.num_heads, heads, max(keys, values), self.cache_dtype, self.device, block_size,
+                             self.are_calls_alike, has_value_dim)
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes that one block takes over all layers."""

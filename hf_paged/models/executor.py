@@ -175,6 +175,11 @@ class ModelExecutor(ABC):
     def masks(self) -> tuple[AttentionMask, ...]:
         """Return, for every attention call of a forward, which positions it reads."""
 
+    @property
+    def has_stock_cache(self) -> bool:
+        """Whether stock's cache holds the keys and values that attention gets, as pages do (not latents of them)."""
+        return True
+
     def windows(self) -> tuple[int | None, ...]:
         """Return, for every attention call of a forward, how many last positions a token reads at most; None: all."""
         return tuple(mask.most for mask in self.masks())
@@ -473,7 +478,9 @@ def class_logits(model: nn.Module, kind: type[nn.Module], body: str, hidden: tor
     output = _Output(last_hidden_state=hidden[None])
     view = _with_output(model, body.split("."), output)
     forward: Any = kind.forward
-    logits: torch.Tensor = forward(view, **_accepted(kind, return_dict=True, **_QUIET)).logits[0]
+    # Gemma 4 compares the number of hidden states with that of the inputs.
+    arguments = _accepted(kind, inputs_embeds=output.last_hidden_state, return_dict=True, **_QUIET)
+    logits: torch.Tensor = forward(view, **arguments).logits[0]
     return logits
 
 

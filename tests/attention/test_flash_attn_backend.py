@@ -110,13 +110,12 @@ def half_case(rows=((5, 5), (1, 40), (17, 300), (3, 64)), *, block_size=16, head
     return case
 
 
-LEFT_TO_TRITON = {"sinks": torch.zeros(4)}
+LEFT_TO_TRITON = {"sinks": torch.zeros(4), "chunk": 8}
 
 
 def test_every_option_is_handed_to_the_packages_or_left_to_triton():
-    """One that is neither would be dropped in silence where a package is installed. Chunks are refused beforehand."""
-    assert {field.name for field in fields(AttentionOptions)} == {
-        "scale", "window", "softcap", "chunk", *LEFT_TO_TRITON}
+    """One that is neither would be dropped in silence where a package is installed."""
+    assert {field.name for field in fields(AttentionOptions)} == {"scale", "window", "softcap", *LEFT_TO_TRITON}
 
 
 @pytest.mark.interpreted
@@ -125,6 +124,16 @@ def test_an_option_that_no_package_carries_goes_to_triton(machine, name):
     machine.install(*fb.PACKAGES)
     case = half_case(((5, 5), (17, 40)))
     case = case._replace(options=replace(case.options, **{name: LEFT_TO_TRITON[name]}))
+    out = paged_attention(*case[:5], backend="flash_attn")
+    assert machine.calls == []
+    assert worst_error(out, expected(case)) < 3e-3
+
+
+@pytest.mark.interpreted
+def test_values_of_another_size_than_keys_go_to_triton(machine):
+    machine.install(*fb.PACKAGES)
+    case = half_case(((5, 5), (17, 40)))
+    case = case._replace(v_cache=case.v_cache[..., :8].contiguous())
     out = paged_attention(*case[:5], backend="flash_attn")
     assert machine.calls == []
     assert worst_error(out, expected(case)) < 3e-3

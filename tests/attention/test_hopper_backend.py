@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from paged_cases import make_case
 
-from hf_paged.attention import hopper_backend
+from hf_paged.attention import hopper_backend, triton_backend
 from hf_paged.attention.hopper_backend import HopperBackend, imbalance
 from hf_paged.attention.registry import BACKENDS
 from hf_paged.kernels.attention.types import AttentionSpec, TileQueue
@@ -85,3 +86,22 @@ def test_an_eager_step_brings_its_prompts_the_queue_that_they_want(monkeypatch):
     assert isinstance(step(UNEVEN)[1], TileQueue)
     attention.use_windows((None, 512))
     assert step(UNEVEN)[1] is None, "tiles of layers with a window see otherwise"
+
+
+@pytest.mark.parametrize("other", [{}, {"chunk": 64}, {"value_dim": 64}], ids=str)
+def test_chunks_and_values_of_another_size_than_keys_go_to_triton(monkeypatch, other):
+    taken = []
+    monkeypatch.setattr(hopper_backend, "_hopper_kernel", lambda: lambda *_, **__: taken.append("hopper"))
+    monkeypatch.setattr(triton_backend, "paged_attention_prefill", lambda *_, **__: taken.append("triton"))
+    case = make_case([(200, 300)], seed=0, heads=4, kv_heads=2, head_dim=128, dtype=torch.bfloat16, **other)
+    HopperBackend(measured_only=True).run(*case[:5])
+    assert taken == ["triton" if other else "hopper"]
+
+
+@pytest.mark.parametrize("changes", [{"are_calls_alike": False}, {"has_value_dim": True}], ids=str)
+def test_no_queue_is_made_for_calls_of_unlike_sizes(monkeypatch, changes):
+    monkeypatch.setattr(hopper_backend, "num_multiprocessors", lambda device: 132)
+    spec = AttentionSpec(16, 8, 128, torch.bfloat16, torch.device("cpu"), 16)
+    num_new, seq_lens = np.array(UNEVEN).T
+    assert BACKENDS["hopper"].wants_queue(num_new, seq_lens, spec)
+    assert not BACKENDS["hopper"].wants_queue(num_new, seq_lens, spec._replace(**changes))

@@ -14,6 +14,8 @@ from hf_paged.attention import choose_groups as choosing
 from hf_paged.attention import plan_decode as planning
 from hf_paged.attention.choose_groups import Kernel, choose_groups, group_kernel_of
 from hf_paged.attention.plan_decode import plan_groups
+from hf_paged.attention.plan_prompts import Prompts
+from hf_paged.attention.registry import BACKENDS
 from hf_paged.kernels.attention.grouped import MIN_GROUP_SPLIT, grouped_config
 from hf_paged.kernels.attention.types import AttentionSpec, GroupedConfig, PartItem, RowEntry
 from hf_paged.scheduler.prefix_tree import PrefixGroups
@@ -227,3 +229,17 @@ def test_a_device_has_its_own_plan():
     kernel = group_kernel_of(AttentionSpec(4, 2, 64, torch.float16, torch.device("cpu"), 16))
     found = plan_groups(np.array([2100] * 2), np.arange(2), choose_groups(group_of(2, 2048), 2, kernel))
     assert found.items[:, PartItem._fields.index("splits")].max() <= 2
+
+
+@pytest.mark.parametrize(("changes", "is_grouped"), [
+    ({}, True), ({"has_value_dim": True}, True), ({"are_calls_alike": False}, False), ({"head_dim": 512}, False),
+], ids=str)
+def test_calls_of_unlike_sizes_and_wide_heads_are_read_row_by_row(changes, is_grouped, monkeypatch):
+    """One plan holds for all calls of a step, and for tiles of one size."""
+    for name in ("choose_groups", "plan_prompts"):
+        monkeypatch.setattr(f"hf_paged.attention.triton_backend.{name}", lambda *_: "a plan")
+    spec = AttentionSpec(16, 8, 128, torch.bfloat16, torch.device("cpu"), 16)._replace(**changes)
+    prompts = Prompts(*[np.full(4, 64)] * 3, 64, 128)
+    found = (BACKENDS["triton"].choose_groups(NOTHING, 4, spec),
+             BACKENDS["triton"].plan_prompts(NOTHING, prompts, spec, 1.0))
+    assert found == (("a plan",) * 2 if is_grouped else (None, None))

@@ -26,10 +26,13 @@ class KernelShape(NamedTuple):
     group: int  # query heads of a KV head
     group_pad: int  # as a power of two
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     head_pad: int  # lanes of a tile's head
     block_size: int
-    has_window: bool
+    value_dim: int
+    value_pad: int
+    has_window: bool  # positions ahead of a window, or of a chunk, are out of sight
+    is_chunk: bool
     has_softcap: bool
     has_sinks: bool
 
@@ -40,32 +43,50 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _shape_of(num_heads: int, block_size: int, kv_heads: int, head_dim: int, *has: bool) -> KernelShape:
+def _shape_of(num_heads: int, block_size: int, kv_heads: int, head_dim: int, value_dim: int,
+              *has: bool) -> KernelShape:
     group = num_heads // kv_heads
-    return KernelShape(group, next_power_of_2(group), kv_heads, head_dim, padded_head_dim(head_dim), block_size, *has)
+    return KernelShape(group, next_power_of_2(group), kv_heads, head_dim, padded_head_dim(head_dim), block_size,
+                       value_dim, padded_head_dim(value_dim), *has)
 
 
 def score_numbers(meta: PagedMetadata, options: AttentionOptions) -> tuple[float, ...]:
-    """Return the stride of the block table, window, scale and softcap, of scores in base 2."""
-    return (meta.block_table.stride(0), options.window or 0, options.scale * LOG2_E,
+    """Return the stride of the block table, window or chunk, scale and softcap, of scores in base 2."""
+    return (meta.block_table.stride(0), options.window or options.chunk or 0, options.scale * LOG2_E,
             (options.softcap or 0.0) * LOG2_E)
 
 
-def launch_arguments(q: torch.Tensor, k_cache: torch.Tensor, meta: PagedMetadata,
+def launch_arguments(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: PagedMetadata,
                      options: AttentionOptions) -> tuple[tuple[float, ...], KernelShape]:
     """Return a kernel's arguments of a call: strides of q's tokens and heads and `score_numbers`, and its shape.
 
-    q ``[T, Hq, D]``, k_cache ``[num_blocks, block_size, Hkv, D]``.
+    q ``[T, Hq, D]``, k_cache and v_cache ``[num_blocks, block_size, Hkv, D or Dv]``.
     """
-    has = options.window is not None, options.softcap is not None, options.sinks is not None
-    return (q.stride(0), q.stride(1), *score_numbers(meta, options)), _shape_of(q.shape[1], *k_cache.shape[1:], *has)
+    is_chunk = options.chunk is not None
+    has = is_chunk or options.window is not None, is_chunk, options.softcap is not None, options.sinks is not None
+    shape = _shape_of(q.shape[1], *k_cache.shape[1:], v_cache.shape[3], *has)
+    return (q.stride(0), q.stride(1), *score_numbers(meta, options)), shape
 
 
-def partial_results(num_parts: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate parts of results: weighted sums of values [N, Hq, D], largest scores and sums of weights [N, Hq, 2]."""
-    _, num_heads, head_dim = q.shape
-    acc = torch.empty(num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
-    return acc, torch.empty(num_parts, num_heads, 2, dtype=torch.float32, device=q.device)
+def empty_result(q: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    """Allocate the result [T, Hq, Dv] for q [T, Hq, D]."""
+    return torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device)
+
+
+def partial_results(num_parts: int, q: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate parts of results: weighted sums of values [N, Hq, Dv], largest scores, sums of weights [N, Hq, 2]."""
+    acc = torch.empty(num_parts, q.shape[1], value_dim, dtype=torch.float32, device=q.device)
+    return acc, torch.empty(num_parts, q.shape[1], 2, dtype=torch.float32, device=q.device)
+
+
+@jit()
+def first_visible(position, window, S: tl.constexpr):
+    """The first position that a token at ``position`` sees, of its window or chunk; may be below 0."""
+    if S.is_chunk:
+        first = position - position % window
+    else:
+        first = position - window + 1
+    return first
 
 
 @jit()
@@ -77,7 +98,7 @@ def blocks_of(table_row, position, begin, end, S: tl.constexpr):
 @jit()
 def attend_tile(
     q,  # [M, D_PAD]
-    acc,  # [M, D_PAD] fp32, sum of weights times values so far
+    acc,  # [M, DV_PAD] fp32, sum of weights times values so far
     top,  # [M] fp32, largest score so far (base 2)
     total,  # [M] fp32, sum of weights so far
     k_cache,
@@ -92,13 +113,15 @@ def attend_tile(
 ):
     """Returns (acc, top, total) after this tile."""
     lane = tl.arange(0, S.head_pad)
+    value_lane = tl.arange(0, S.value_pad)
     # In int64: a cache may hold more than 2**31 elements.
     slot = block.to(tl.int64) * S.block_size + position % S.block_size
-    offset = (slot * S.kv_heads + head)[:, None] * S.head_dim + lane[None, :]
+    place = (slot * S.kv_heads + head)[:, None]
     # Unread slots may hold NaN, and a weight of zero would not silence it: they are loaded as zero.
-    inside = readable[:, None] & (lane < S.head_dim)[None, :]
-    k = tl.load(k_cache + offset, mask=inside, other=0.0)
-    v = tl.load(v_cache + offset, mask=inside, other=0.0)
+    k = tl.load(k_cache + place * S.head_dim + lane[None, :],
+                mask=readable[:, None] & (lane < S.head_dim)[None, :], other=0.0)
+    v = tl.load(v_cache + place * S.value_dim + value_lane[None, :],
+                mask=readable[:, None] & (value_lane < S.value_dim)[None, :], other=0.0)
 
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if S.has_softcap:
@@ -132,23 +155,24 @@ def blocks_of_tile(table_row, start, begin, end, n, BLOCK_N: tl.constexpr, HAS_B
 
 
 @jit()
-def _cache_offset(blocks, start, n, head, BLOCK_N: tl.constexpr, S: tl.constexpr):
-    """[N, D_PAD] element offsets of positions ``start + n``; inside a block int32 is enough."""
-    lane = tl.arange(0, S.head_pad)
+def _cache_offset(blocks, start, n, head, DIM: tl.constexpr, PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+                  S: tl.constexpr):
+    """[N, PAD] element offsets of positions ``start + n`` with heads of DIM; inside a block int32 is enough."""
+    lane = tl.arange(0, PAD)
     # int64: a cache may hold more than 2**31 elements.
-    base = blocks.to(tl.int64) * (S.block_size * S.kv_heads * S.head_dim)
+    base = blocks.to(tl.int64) * (S.block_size * S.kv_heads * DIM)
     if S.block_size >= BLOCK_N:
         slot = start % S.block_size + n
     else:
         slot = n % S.block_size
         base = base[:, None]
-    return base + ((slot * (S.kv_heads * S.head_dim))[:, None] + (head * S.head_dim + lane)[None, :])
+    return base + ((slot * (S.kv_heads * DIM))[:, None] + (head * DIM + lane)[None, :])
 
 
 @jit()
 def load_keys(k_cache, blocks, start, n, head, BLOCK_N: tl.constexpr, S: tl.constexpr):
     """Keys of unread slots come as they are, NaN or not: their scores are replaced before anything looks at them."""
-    offset = _cache_offset(blocks, start, n, head, BLOCK_N, S)
+    offset = _cache_offset(blocks, start, n, head, S.head_dim, S.head_pad, BLOCK_N, S)
     if S.head_dim == S.head_pad:
         keys = tl.load(k_cache + offset)
     else:
@@ -161,13 +185,13 @@ def load_keys(k_cache, blocks, start, n, head, BLOCK_N: tl.constexpr, S: tl.cons
 def load_values(v_cache, blocks, start, begin, end, n, head, BLOCK_N: tl.constexpr, HAS_BEGIN: tl.constexpr,
                 S: tl.constexpr):
     """Unread slots may hold NaN, and a weight of zero would not silence it: their values are loaded as zero."""
-    offset = _cache_offset(blocks, start, n, head, BLOCK_N, S)
+    offset = _cache_offset(blocks, start, n, head, S.value_dim, S.value_pad, BLOCK_N, S)
     readable = start + n < end
     if HAS_BEGIN:
         readable &= start + n >= begin
     inside = readable[:, None]
-    if S.head_dim != S.head_pad:
-        inside = inside & (tl.arange(0, S.head_pad) < S.head_dim)[None, :]
+    if S.value_dim != S.value_pad:
+        inside = inside & (tl.arange(0, S.value_pad) < S.value_dim)[None, :]
     return tl.load(v_cache + offset, mask=inside, other=0.0)
 
 

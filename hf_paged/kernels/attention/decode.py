@@ -26,6 +26,8 @@ from hf_paged.kernels._triton import (
 from hf_paged.kernels.attention._tile import (
     attend_tile,
     blocks_of,
+    empty_result,
+    first_visible,
     launch_arguments,
     padded_head_dim,
     partial_results,
@@ -82,6 +84,9 @@ _DEEP = {
     1024: DecodeConfigs(
         _D(16, 4, 2, 4), _D(16, 4, 2, 4), _D(16, 4, 2, 4), (_D(16, 4, 2, 4),), _D(16, 4, 2, 4),
     ),
+    2048: DecodeConfigs(
+        _D(16, 8, 2, 1), _D(16, 8, 2, 1), _D(16, 8, 2, 1), (_D(16, 8, 2, 1),), _D(16, 8, 2, 1),
+    ),
 }
 _SHALLOW = {
     64: _D(64, 2, 2, 8),
@@ -89,6 +94,7 @@ _SHALLOW = {
     256: _D(32, 2, 2, 4),
     512: _D(16, 2, 2, 4),
     1024: _D(16, 4, 2, 2),
+    2048: _D(16, 8, 1, 1),
 }
 
 
@@ -148,7 +154,7 @@ def _decode_kernel(
     slot = tl.load(columns + SLOT).to(tl.int64)
     begin = 0
     if S.has_window:
-        begin = tl.maximum(end - window, 0)
+        begin = tl.maximum(first_visible(end - 1, window, S), 0)
     first_tile = begin // BLOCK_N
     num_tiles = tl.cdiv(end, BLOCK_N) - first_tile
     tiles = tl.maximum(tl.cdiv(num_tiles, splits), MIN_TILES)
@@ -166,10 +172,12 @@ def _decode_kernel(
     m = tl.arange(0, BLOCK_M)
     lane = tl.arange(0, S.head_pad)
     query_head = head * S.group + m
-    live = (m < S.group)[:, None] & (lane < S.head_dim)[None, :]
-    q_tile = tl.load(q + row * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=live, other=0.0)
+    inside = (m < S.group)[:, None] & (lane < S.head_dim)[None, :]
+    q_tile = tl.load(q + row * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=inside, other=0.0)
 
-    acc = tl.zeros([BLOCK_M, S.head_pad], tl.float32)
+    value_lane = tl.arange(0, S.value_pad)
+    live = (m < S.group)[:, None] & (value_lane < S.value_dim)[None, :]
+    acc = tl.zeros([BLOCK_M, S.value_pad], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if S.has_sinks:
@@ -189,12 +197,12 @@ def _decode_kernel(
 
     if splits == 1:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        offset = (row * (S.kv_heads * S.group) + query_head)[:, None] * S.head_dim + lane[None, :]
+        offset = (row * (S.kv_heads * S.group) + query_head)[:, None] * S.value_dim + value_lane[None, :]
         tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
     else:
         if loop_begin < loop_end:
             part = item * (S.kv_heads * S.group) + query_head
-            tl.store(partial_acc + part[:, None] * S.head_dim + lane[None, :], acc, mask=live)
+            tl.store(partial_acc + part[:, None] * S.value_dim + value_lane[None, :], acc, mask=live)
             tl.store(partial_sums + part * 2, top, mask=m < S.group)
             tl.store(partial_sums + part * 2 + 1, total, mask=m < S.group)
         # All threads' parts are written before the arrival is counted: the program that counts the last one sees them.
@@ -216,7 +224,7 @@ def _join_splits(
     """Join a row's splits in their order, whichever program comes last: the result depends on the plan alone."""
     HEADS: tl.constexpr = S.kv_heads * S.group
     group = tl.arange(0, S.group_pad)
-    lane = tl.arange(0, S.head_pad)
+    lane = tl.arange(0, S.value_pad)
     query_head = head * S.group + group
     first_part = first_item * HEADS + query_head
 
@@ -231,22 +239,22 @@ def _join_splits(
     totals = tl.load(partial_sums + part * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
     total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
 
-    acc = tl.zeros([S.group_pad, S.head_pad], tl.float32)
+    acc = tl.zeros([S.group_pad, S.value_pad], tl.float32)
     for start in range(0, used, TILE_SPLITS):
         some = start + tl.arange(0, TILE_SPLITS)
         some_part = first_part[None, :] + some[:, None] * HEADS
         here = (some < used)[:, None] & (group < S.group)[None, :]
         weight = tl.load(partial_sums + some_part * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
         parts = tl.load(
-            partial_acc + some_part[:, :, None] * S.head_dim + lane[None, None, :],
-            mask=here[:, :, None] & (lane < S.head_dim)[None, None, :],
+            partial_acc + some_part[:, :, None] * S.value_dim + lane[None, None, :],
+            mask=here[:, :, None] & (lane < S.value_dim)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
         acc += tl.sum(parts * tl.exp2(weight - top[None, :])[:, :, None], 0)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    offset = (row * HEADS + query_head)[:, None] * S.head_dim + lane[None, :]
-    live = (group < S.group)[:, None] & (lane < S.head_dim)[None, :]
+    offset = (row * HEADS + query_head)[:, None] * S.value_dim + lane[None, :]
+    live = (group < S.group)[:, None] & (lane < S.value_dim)[None, :]
     tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
 
 
@@ -268,27 +276,27 @@ def paged_attention_decode(
 ) -> torch.Tensor:
     """:func:`~hf_paged.attention.registry.paged_attention` where every row has exactly one new token.
 
-    fp16, bf16 or fp32; head_dim up to 256. One Triton launch over ``meta.work``; without a plan every row is cut alike.
+    fp16, bf16 or fp32; head_dim up to 512. One Triton launch over ``meta.work``; without a plan every row is cut alike.
     The grid depends on the number of items alone: a CUDA graph serves every plan that has as many.
 
     Args:
-        out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
+        out: ``[T, Hq, Dv]`` contiguous, q's dtype; every element is written. None: a new tensor.
         config: tile shape; None: by head size and number of programs.
     """
     require_triton()
     num_rows, _, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out = empty_result(q, v_cache) if out is None else out
     if num_rows == 0:
         return out
-    config = config or config_of(num_rows, num_kv_heads, head_dim, q.dtype, q.device)
+    config = config or config_of(num_rows, num_kv_heads, max(head_dim, v_cache.shape[3]), q.dtype, q.device)
     work = meta.work
     if work is None:
         splits = min(MAX_SPLITS, max(1, cta_slots_of(config, num_kv_heads, q.device) // num_rows))
         work = even_work(meta, num_kv_heads, splits)
     assert isinstance(work, DecodeWork), "the plan of a step that is read row by row"
-    numbers, shape = launch_arguments(q, k_cache, meta, options)
-    acc, sums = partial_results(len(work.items), q)
+    numbers, shape = launch_arguments(q, k_cache, v_cache, meta, options)
+    acc, sums = partial_results(len(work.items), q, shape.value_dim)
     # Programs that come early are spread over what room there is, unevenly: only a step that has room for all may. They
     # read the plan ahead of the wait, so it must not come from the kernel just before.
     early = meta.work is not None and num_rows * num_kv_heads <= _FEW * num_multiprocessors(q.device)
@@ -303,7 +311,7 @@ def paged_attention_decode(
             MIN_TILES=-(-MIN_SPLIT // config.block_n),
             ALL_SPLITS=MAX_SPLITS,
             # 64 elements a thread of four warps.
-            TILE_SPLITS=max(1, 8192 // (shape.group_pad * shape.head_pad)),
+            TILE_SPLITS=max(1, 8192 // (shape.group_pad * shape.value_pad)),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **launch,

@@ -42,6 +42,8 @@ from hf_paged.kernels.attention._tile import (
     attend_tile,
     blocks_of,
     blocks_of_tile,
+    empty_result,
+    first_visible,
     launch_arguments,
     load_keys,
     load_values,
@@ -114,10 +116,10 @@ def cut_positions(begin, end, split, splits, BLOCK_N: tl.constexpr, MIN_TILES: t
 
 @jit()
 def _store_part(acc, top, total, partial_acc, partial_sums, part, query_head, live, S: tl.constexpr):
-    lane = tl.arange(0, S.head_pad)
+    lane = tl.arange(0, S.value_pad)
     place = part * (S.kv_heads * S.group) + query_head
-    inside = live[:, None] & (lane < S.head_dim)[None, :]
-    tl.store(partial_acc + place[:, None] * S.head_dim + lane[None, :], acc, mask=inside)
+    inside = live[:, None] & (lane < S.value_dim)[None, :]
+    tl.store(partial_acc + place[:, None] * S.value_dim + lane[None, :], acc, mask=inside)
     tl.store(partial_sums + place * 2, top, mask=live)
     tl.store(partial_sums + place * 2 + 1, total, mask=live)
 
@@ -149,7 +151,8 @@ def _shared_part(
     query_head = head * S.group + m % S.group
     row_begin = begin
     if S.has_window:
-        row_begin = tl.maximum(tl.load(entry + _MEMBER_LENGTH, mask=live, other=0) - window, 0)
+        last = tl.load(entry + _MEMBER_LENGTH, mask=live, other=0) - 1
+        row_begin = tl.maximum(first_visible(last, window, S), 0)
         begin = tl.maximum(begin, tl.min(tl.where(live, row_begin, end), 0))
     loop_begin, loop_end = cut_positions(begin, end, split, splits, BLOCK_N, MIN_TILES)
     if loop_begin < loop_end:
@@ -157,7 +160,7 @@ def _shared_part(
         inside = live[:, None] & (lane < S.head_dim)[None, :]
         q_tile = tl.load(q + row[:, None] * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :],
                          mask=inside, other=0.0)
-        acc = tl.zeros([BLOCK_M, S.head_pad], tl.float32)
+        acc = tl.zeros([BLOCK_M, S.value_pad], tl.float32)
         # Finite and below every score: with -inf a row that has seen nothing yet would compute -inf - -inf.
         top = tl.full([BLOCK_M], -3.0e38, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -188,7 +191,7 @@ def _own_part(
 ):
     """A split of a row's own positions. The group's heads are the rows of one tile, padded to what tl.dot takes."""
     if S.has_window:
-        begin = tl.maximum(begin, length - window)
+        begin = tl.maximum(begin, first_visible(length - 1, window, S))
     loop_begin, loop_end = cut_positions(begin, end, split, splits, BLOCK_N, MIN_TILES)
     table_row = block_table + slot * table_stride
     n = tl.arange(0, BLOCK_N)
@@ -200,7 +203,7 @@ def _own_part(
     live = m < S.group
     inside = live[:, None] & (lane < S.head_dim)[None, :]
     q_tile = tl.load(q + row * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=inside, other=0.0)
-    acc = tl.zeros([BLOCK_M, S.head_pad], tl.float32)
+    acc = tl.zeros([BLOCK_M, S.value_pad], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if S.has_sinks:
@@ -220,8 +223,10 @@ def _own_part(
 
     if part < 0:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        offset = (row * (S.kv_heads * S.group) + query_head)[:, None] * S.head_dim + lane[None, :]
-        tl.store(out + offset, result.to(out.dtype.element_ty), mask=inside)
+        value_lane = tl.arange(0, S.value_pad)
+        offset = (row * (S.kv_heads * S.group) + query_head)[:, None] * S.value_dim + value_lane[None, :]
+        written = live[:, None] & (value_lane < S.value_dim)[None, :]
+        tl.store(out + offset, result.to(out.dtype.element_ty), mask=written)
     elif loop_begin < loop_end:
         _store_part(acc, top, total, partial_acc, partial_sums, part, query_head, live, S)
     else:
@@ -279,10 +284,10 @@ def _join_kernel(out, partial_acc, partial_sums, table, sinks, S: tl.constexpr, 
     if pieces == 1:
         return
     group = tl.arange(0, S.group_pad)
-    lane = tl.arange(0, S.head_pad)
+    lane = tl.arange(0, S.value_pad)
     query_head = head * S.group + group
     live = group < S.group
-    acc = tl.zeros([S.group_pad, S.head_pad], tl.float32)
+    acc = tl.zeros([S.group_pad, S.value_pad], tl.float32)
     top = tl.full([S.group_pad], float("-inf"), tl.float32)
     total = tl.zeros([S.group_pad], tl.float32)
     if S.has_sinks:
@@ -297,8 +302,8 @@ def _join_kernel(out, partial_acc, partial_sums, table, sinks, S: tl.constexpr, 
         tops = tl.load(partial_sums + place * 2, mask=inside, other=float("-inf"))
         totals = tl.load(partial_sums + place * 2 + 1, mask=inside, other=0.0)
         values = tl.load(
-            partial_acc + place[:, :, None] * S.head_dim + lane[None, None, :],
-            mask=inside[:, :, None] & (lane < S.head_dim)[None, None, :], other=0.0,
+            partial_acc + place[:, :, None] * S.value_dim + lane[None, None, :],
+            mask=inside[:, :, None] & (lane < S.value_dim)[None, None, :], other=0.0,
         )
         new_top = tl.maximum(top, tl.max(tops, 0))
         # A row that has seen nothing yet: every weight is 0.
@@ -311,25 +316,26 @@ def _join_kernel(out, partial_acc, partial_sums, table, sinks, S: tl.constexpr, 
         acc = acc * rescale[:, None] + tl.sum(values * weight[:, :, None], 0)
         top = new_top
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    offset = (row * HEADS + query_head)[:, None] * S.head_dim + lane[None, :]
-    tl.store(out + offset, result.to(out.dtype.element_ty), mask=live[:, None] & (lane < S.head_dim)[None, :])
+    offset = (row * HEADS + query_head)[:, None] * S.value_dim + lane[None, :]
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=live[:, None] & (lane < S.value_dim)[None, :])
 
 
 def _join_parts(out: torch.Tensor, acc: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor,
                 sinks: torch.Tensor | None, shape: KernelShape) -> None:
-    """Fill the lines of ``out`` [R, Hq, D] that have several parts.
+    """Fill the lines of ``out`` [R, Hq, Dv] that have several parts.
 
     Args:
-        acc, sums: ``[num_parts, Hq, D]`` and ``[num_parts, Hq, 2]``, float32.
+        acc, sums: ``[num_parts, Hq, Dv]`` and ``[num_parts, Hq, 2]``, float32.
         rows: ``[R, ROW_FIELDS]`` int32, see :class:`~hf_paged.kernels.attention.types.RowEntry`.
     """
     with on_device_of(out):
         _join_kernel[(shape.kv_heads, len(out))](
             out, acc, sums, rows, sinks,
             # one kernel for all of these
-            S=constants(shape._replace(block_size=0, has_window=False, has_softcap=False)),
+            S=constants(shape._replace(head_dim=0, head_pad=0, block_size=0, has_window=False, is_chunk=False,
+                                       has_softcap=False)),
             # 32 elements a thread of two warps.
-            PIECES=min(8, max(1, 2048 // (shape.group_pad * shape.head_pad))),
+            PIECES=min(8, max(1, 2048 // (shape.group_pad * shape.value_pad))),
             num_warps=2,
             **pdl_options(out),
         )
@@ -339,8 +345,8 @@ def _launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta:
             options: AttentionOptions, work: GroupedWork, out: torch.Tensor | None, sinks: torch.Tensor | None,
             **tiles: Any) -> tuple[torch.Tensor, torch.Tensor, KernelShape]:
     """Compute the items of ``work``: parts of results, and with ``out`` rows that have one part."""
-    config, (numbers, shape) = work.config, launch_arguments(q, k_cache, meta, options)
-    acc, sums = partial_results(work.num_parts, q)
+    config, (numbers, shape) = work.config, launch_arguments(q, k_cache, v_cache, meta, options)
+    acc, sums = partial_results(work.num_parts, q, shape.value_dim)
     registers = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     with on_device_of(q):
         _grouped_kernel[(shape.kv_heads, len(work.items))](
@@ -363,12 +369,12 @@ def paged_attention_grouped(
 
     Args:
         meta: its ``work`` is a :class:`~hf_paged.kernels.attention.types.GroupedWork`.
-        out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
+        out: ``[T, Hq, Dv]`` contiguous, q's dtype; every element is written. None: a new tensor.
     """
     require_triton()
     work = meta.work
     assert isinstance(work, GroupedWork), "the plan of a grouped step"
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out = empty_result(q, v_cache) if out is None else out
     q, options = positively_scaled(q, options)
     config, group_pad = work.config, next_power_of_2(q.shape[1] // k_cache.shape[2])
     acc, sums, shape = _launch(
@@ -392,7 +398,7 @@ def paged_attention_grouped_prefill(
 
     Args:
         meta: its ``work`` is a :class:`~hf_paged.kernels.attention.types.PromptWork`.
-        out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
+        out: ``[T, Hq, Dv]`` contiguous, q's dtype; every element is written. None: a new tensor.
     """
     require_triton()
     assert isinstance(meta.work, PromptWork), "the plan of prompts that share prefixes"

@@ -12,6 +12,8 @@ from hf_paged.kernels._triton import column_numbers, constants, jit, next_power_
 from hf_paged.kernels.attention._tile import (
     add_scores,
     blocks_of_tile,
+    empty_result,
+    first_visible,
     launch_arguments,
     load_keys,
     load_values,
@@ -38,7 +40,7 @@ class SharedParts(NamedTuple):
 
     own_begin: torch.Tensor  # [R] int32, multiples of the block size: what lies ahead is in the parts
     rows: torch.Tensor  # [T, ROW_FIELDS] int32, see `RowEntry`; tokens of a row have equally many pieces
-    acc: torch.Tensor  # [parts, Hq, D] float32
+    acc: torch.Tensor  # [parts, Hq, Dv] float32
     sums: torch.Tensor  # [parts, Hq, 2] float32
 
 
@@ -52,6 +54,7 @@ _DEEP = {
     64: PrefillConfig(128, 64, 8, 3, branch=True),
     128: PrefillConfig(128, 32, 8, 3, branch=True, max_registers=128),
     256: PrefillConfig(64, 32, 4, 2, branch=True),
+    512: PrefillConfig(64, 16, 8, 2, branch=True),
 }
 _DEEP_LONG = {128: PrefillConfig(128, 128, 8, 3, branch=True)}
 # Longest sequence for which the tiles of long ones are not taken: a CUDA graph is for these or for all.
@@ -63,6 +66,7 @@ _SHALLOW = {
     64: PrefillConfig(128, 64, 4, 2),
     128: PrefillConfig(128, 64, 8, 2),
     256: PrefillConfig(64, 32, 4, 2),
+    512: PrefillConfig(32, 16, 4, 2),
 }
 # An exact fp32 dot runs on the plain cores out of registers: larger tiles spill thousands of bytes a thread.
 _FLOAT = {
@@ -70,6 +74,7 @@ _FLOAT = {
     64: PrefillConfig(64, 32, 8, 2),
     128: PrefillConfig(32, 32, 8, 2),
     256: PrefillConfig(32, 16, 8, 2),
+    512: PrefillConfig(16, 16, 8, 1),
 }
 # Where the longest row of a step has as many new tokens, the tiles are those of any longer one.
 FULL_TILE = max(c.block_m for configs in (_DEEP, _DEEP_LONG, _SHALLOW, _FLOAT) for c in configs.values())
@@ -114,14 +119,14 @@ def _mask_scores(score, query_position, start, n, window, S: tl.constexpr):
     last = query_position - start
     visible = n[None, :] <= last[:, None]
     if S.has_window:
-        visible &= n[None, :] > (last - window)[:, None]
+        visible &= n[None, :] > (first_visible(query_position, window, S) - 1 - start)[:, None]
     return tl.where(visible, score, float("-inf"))
 
 
 @jit()
 def _with_part(acc, top, total, partial_acc, partial_sums, place, live, S: tl.constexpr):
-    """Return (acc, top, total) after a part of each row of a tile; `live` [M, D_PAD]."""
-    offset = place[:, None] * S.head_dim + tl.arange(0, S.head_pad)[None, :]
+    """Return (acc, top, total) after a part of each row of a tile; `live` [M, DV_PAD]."""
+    offset = place[:, None] * S.value_dim + tl.arange(0, S.value_pad)[None, :]
     part_top = tl.load(partial_sums + place * 2)
     part_total = tl.load(partial_sums + place * 2 + 1)
     new_top = tl.maximum(top, part_top)
@@ -159,10 +164,13 @@ def _prefill_kernel(
     query = tile * BLOCK_Q + m // S.group
     token = (first_token + query).to(tl.int64)
     query_head = head * S.group + m % S.group
-    live = ((m < BLOCK_Q * S.group) & (query < count))[:, None] & (lane < S.head_dim)[None, :]
+    is_query = (m < BLOCK_Q * S.group) & (query < count)
     q_tile = tl.load(
-        q + token[:, None] * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=live, other=0.0
+        q + token[:, None] * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :],
+        mask=is_query[:, None] & (lane < S.head_dim)[None, :], other=0.0,
     )
+    value_lane = tl.arange(0, S.value_pad)
+    live = is_query[:, None] & (value_lane < S.value_dim)[None, :]
 
     # The tile reads positions begin .. end - 1, from first on; some query does not see all of a tile that starts at
     # masked_from or later, or before masked_until.
@@ -174,13 +182,13 @@ def _prefill_kernel(
     begin = row_begin
     masked_until = 0
     if S.has_window:
-        begin = tl.maximum(first_position - window + 1, row_begin)
-        masked_until = end - window
+        begin = tl.maximum(first_visible(first_position, window, S), row_begin)
+        masked_until = first_visible(end - 1, window, S)
     masked_from = first_position + 2 - BLOCK_N
     first = row_begin + (begin - row_begin) // BLOCK_N * BLOCK_N
 
     table_row = block_table + tl.load(slots + row).to(tl.int64) * table_stride
-    acc = tl.zeros([BLOCK_M, S.head_pad], tl.float32)
+    acc = tl.zeros([BLOCK_M, S.value_pad], tl.float32)
     # Finite and below every score: with -inf a row that has seen nothing yet would compute -inf - -inf.
     top = tl.full([BLOCK_M], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -191,7 +199,7 @@ def _prefill_kernel(
         total += 1.0
     if HAS_SHARED_PARTS:
         entry = token_rows + token * _ROW_FIELDS
-        part = tl.load(entry + _ROW_PART, mask=(m < BLOCK_Q * S.group) & (query < count), other=0).to(tl.int64)
+        part = tl.load(entry + _ROW_PART, mask=is_query, other=0).to(tl.int64)
         for piece in range(tl.load(token_rows + first_token * _ROW_FIELDS + _ROW_PIECES)):
             acc, top, total = _with_part(
                 acc, top, total, partial_acc, partial_sums, (part + piece) * (S.kv_heads * S.group) + query_head, live,
@@ -215,7 +223,7 @@ def _prefill_kernel(
         acc, top, total = add_scores(acc, top, total, score, scale, v)
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_offset = (token[:, None] * (S.kv_heads * S.group) + query_head[:, None]) * S.head_dim + lane[None, :]
+    out_offset = (token[:, None] * (S.kv_heads * S.group) + query_head[:, None]) * S.value_dim + value_lane[None, :]
     tl.store(out + out_offset, result.to(out.dtype.element_ty), mask=live)
 
 
@@ -225,11 +233,11 @@ def paged_attention_prefill(
 ) -> torch.Tensor:
     """:func:`~hf_paged.attention.registry.paged_attention` for rows of any length, one Triton launch.
 
-    fp16, bf16 or fp32; head_dim up to 256. Rows find their tiles on the device (a tile's row by binary search over
+    fp16, bf16 or fp32; head_dim up to 512. Rows find their tiles on the device (a tile's row by binary search over
     ``query_start``, as in vLLM's unified kernel), so the grid needs only T and R.
 
     Args:
-        out: ``[T, Hq, D]`` contiguous, q's dtype; every element is written. None: a new tensor.
+        out: ``[T, Hq, Dv]`` contiguous, q's dtype; every element is written. None: a new tensor.
         config: tile shape; None: by head size and ``meta.max_query_len``.
         shared: partial results of what rows need not read; None: every row reads all that it sees.
     """
@@ -237,13 +245,13 @@ def paged_attention_prefill(
     num_tokens = len(q)
     num_kv_heads = k_cache.shape[2]
     num_rows = meta.seq_lens.numel()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out = empty_result(q, v_cache) if out is None else out
     if num_tokens == 0:
         return out
     q, options = positively_scaled(q, options)
-    numbers, shape = launch_arguments(q, k_cache, meta, options)
+    numbers, shape = launch_arguments(q, k_cache, v_cache, meta, options)
     if config is None:
-        config = prefill_config(shape.head_pad, q.element_size(), shape.group, meta.max_query_len,
+        config = prefill_config(max(shape.head_pad, shape.value_pad), q.element_size(), shape.group, meta.max_query_len,
                                 meta.max_seq_len, shared_memory(q.device))
     own_begin, rows, acc, sums = (None,) * 4 if shared is None else shared
     # A row of n tokens that starts anywhere needs at most n // BLOCK_Q + 1 tiles.

@@ -9,16 +9,16 @@ import torch
 
 
 class AttentionSpec(NamedTuple):
-    """Sizes of a model's attention; heads are a rank's."""
+    """Sizes of a model's attention, the largest ones where calls differ; heads are a rank's."""
 
     num_heads: int  # of queries
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys or values
     dtype: torch.dtype  # of queries and caches
     device: torch.device
     block_size: int
-    are_pools_alike: bool = True  # keys are as wide as values, and all attention calls have these sizes
-    has_chunks: bool = False  # whether some attention call has `AttentionOptions.chunk`
+    are_calls_alike: bool = True  # all attention calls have the same sizes
+    has_value_dim: bool = False  # values of some attention call are not as wide as its keys
 
     @property
     def group(self) -> int:

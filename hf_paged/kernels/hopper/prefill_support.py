@@ -56,6 +56,7 @@ def takes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: P
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
     return (
         why_not_of(q.dtype, head_dim, block_size) is None
+        and k_cache.shape == v_cache.shape
         and meta.max_query_len >= tile_tokens(q.shape[1] // num_kv_heads)
         # What TMA asks of addresses and strides (those of the caches are multiples of head_dim), and int32 slots.
         and not (q.data_ptr() | 2 * q.stride(0) | 2 * q.stride(1) | k_cache.data_ptr() | v_cache.data_ptr()) % 16

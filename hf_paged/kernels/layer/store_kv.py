@@ -15,8 +15,9 @@ def _check(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cach
     fit = (key.shape, value.shape) == ((num_tokens, *k_cache.shape[2:]), (num_tokens, *v_cache.shape[2:]))
     if not (fit and alike):
         raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, Hkv, D] for {num_tokens} "
-            f"slots and caches [num_blocks, block_size, Hkv, D], got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, Hkv, D or Dv] for {num_tokens} "
+            "slots and caches [num_blocks, block_size, Hkv, D or Dv], got "
+            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
     if not key.dtype == value.dtype == k_cache.dtype == v_cache.dtype:
         dtypes = (key.dtype, value.dtype, k_cache.dtype, v_cache.dtype)
@@ -34,16 +35,16 @@ def store_kv_unchecked(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Te
     """Copy token t's key and value to slot ``slot_mapping[t]`` of the caches, in place.
 
     Args:
-        key, value: ``[T, Hkv, D]``, the caches' dtype; the first two dims may be strided, the last is contiguous.
-        k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, contiguous; slot s is block
-            ``s // block_size``, offset ``s % block_size``. Values may be of another width than keys.
+        key, value: ``[T, Hkv, D or Dv]``, the caches' dtype; the first two dims may be strided, the last is contiguous.
+        k_cache, v_cache: ``[num_blocks, block_size, Hkv, D or Dv]``, contiguous; slot s is block
+            ``s // block_size``, offset ``s % block_size``.
         slot_mapping: ``[T]`` int64; -1 writes nothing. Two tokens with one slot: either may win.
 
     Raises:
         ValueError: from the checked op, shapes, dtypes or strides that are not as above. Slots are not checked (that
             would wait).
     """
-    if key.is_cuda and key.shape == value.shape:  # the kernel writes both as one
+    if key.is_cuda:
         store_kv_triton(key, value, k_cache, v_cache, slot_mapping)
     else:
         store_kv_reference(key, value, k_cache, v_cache, slot_mapping)
@@ -64,20 +65,19 @@ def store_kv_reference(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Te
 
 @jit(varying_pointers=("slot_mapping",))
 def _store_kv_kernel(
-    key, value, k_cache, v_cache, slot_mapping, k_stride_t, k_stride_h, v_stride_t, v_stride_h, WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+    key, value, k_cache, v_cache, slot_mapping, k_stride_t, k_stride_h, v_stride_t, v_stride_h, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
         column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        inside = column < WIDTH
-        head, lane = column // HEAD_DIM, column % HEAD_DIM
-        k = tl.load(key + token * k_stride_t + head * k_stride_h + lane, mask=inside)
-        v = tl.load(value + token * v_stride_t + head * v_stride_h + lane, mask=inside)
+        of_key, of_value = column < KV_HEADS * HEAD_DIM, column < KV_HEADS * VALUE_DIM
+        k = tl.load(key + token * k_stride_t + column // HEAD_DIM * k_stride_h + column % HEAD_DIM, mask=of_key)
+        v = tl.load(value + token * v_stride_t + column // VALUE_DIM * v_stride_h + column % VALUE_DIM, mask=of_value)
         # slot is int64: a cache may hold more than 2**31 elements.
-        tl.store(k_cache + slot * WIDTH + column, k, mask=inside)
-        tl.store(v_cache + slot * WIDTH + column, v, mask=inside)
+        tl.store(k_cache + slot * (KV_HEADS * HEAD_DIM) + column, k, mask=of_key)
+        tl.store(v_cache + slot * (KV_HEADS * VALUE_DIM) + column, v, mask=of_value)
 
 
 def store_kv_triton(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -87,10 +87,11 @@ def store_kv_triton(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tenso
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
-    width = num_kv_heads * head_dim
+    value_dim = value.shape[2]
+    width = num_kv_heads * max(head_dim, value_dim)
     tile = min(1024, next_power_of_2(width))
     with on_device_of(key):
         _store_kv_kernel[(num_tokens, cdiv(width, tile))](
             key, value, k_cache, v_cache, slot_mapping, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            WIDTH=width, HEAD_DIM=head_dim, TILE=tile, num_warps=4,
+            KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, TILE=tile, num_warps=4,
         )

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -116,7 +117,7 @@ def _laid_out(subject: _Subject, verdict: Verdict) -> tuple[Verdict, Layout | No
     cls, config, attention, dtype = subject
     try:
         layout = lay_out(cls, config)
-        check_two_halves(cls, config, attention)
+        layout = replace(layout, has_stock_cache=check_two_halves(cls, config, attention))
         check_rows_in(dtype, cls, config, attention)
     except Refused as refusal:
         return Verdict("refused", str(refusal)), None
@@ -137,7 +138,8 @@ def _found(model: PreTrainedModel, subject: _Subject, verdict: Verdict,
         return Reason("{}, unlike in a new model of its config", difference, remedy=PUT_BACK)
     limits = [limit for limit in (layout.positions, verdict.max_length) if limit is not None]
     return ModelOutline(cls, layout.body, layout.calls, layout.classes, layout.num_logits, min(limits),
-                        constants_of(model, _called(layout.classes)), verdict.max_step_tokens, subject.dtype)
+                        constants_of(model, _called(layout.classes)), verdict.max_step_tokens, subject.dtype,
+                        layout.has_stock_cache)
 
 
 def _called(classes: Any) -> frozenset[str]:

@@ -49,6 +49,7 @@ class ModelOutline(NamedTuple):
     constants: tuple
     max_step_tokens: int | None = None  # None: any number
     dtype: torch.dtype | None = None  # for which rows were found not to depend on others; None: any
+    has_stock_cache: bool = True
 
 
 OUTLINES: WeakKeyDictionary[PreTrainedModel, ModelOutline] = WeakKeyDictionary()
@@ -62,10 +63,10 @@ class DerivedExecutor(ModelExecutor):
         self.outline = outline
         self._called = frozenset(path for path, kind in outline.classes.items() if kind in KNOWN_LAYERS)
         shapes = [PoolShape(call.num_kv_heads, call.head_dim, call.value_dim) for call in outline.calls]
-        are_alike = len({(call.num_heads, *shape) for call, shape in zip(outline.calls, shapes, strict=True)}) == 1
-        self._pools = () if are_alike and shapes[0].head_dim == shapes[0].value_dim else tuple(shapes)
+        sizes = {(call.num_heads, *shape) for call, shape in zip(outline.calls, shapes, strict=True)}
+        self._are_alike = len(sizes) == 1
+        self._pools = () if self._are_alike and shapes[0].head_dim == shapes[0].value_dim else tuple(shapes)
         self._masks = tuple(call.mask for call in outline.calls)
-        self._has_chunks = any(mask.chunk is not None for mask in self._masks)
         paths = (outline.body, *(call.module for call in outline.calls))
         # One path for each config: each step looks them up. A module that gets another config later does not call paged
         # attention, which `running` notices.
@@ -90,8 +91,11 @@ class DerivedExecutor(ModelExecutor):
     def kv_spec(self) -> KVSpec:
         weight, first = self.model.get_input_embeddings().weight, self.outline.calls[0]
         return KVSpec(len(self.outline.calls), first.num_heads, first.num_kv_heads, first.head_dim,
-                      self.autocast or weight.dtype, weight.dtype, weight.device, self._pools,
-                      self._has_chunks)
+                      self.autocast or weight.dtype, weight.dtype, weight.device, self._pools, self._are_alike)
+
+    @property
+    def has_stock_cache(self) -> bool:
+        return self.outline.has_stock_cache
 
     def masks(self) -> tuple[AttentionMask, ...]:
         return self._masks

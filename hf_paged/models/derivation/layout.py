@@ -20,14 +20,14 @@ from hf_paged.models.proof.outline import outline_of
 from hf_paged.models.proof.verdict import Refused
 from hf_paged.models.rope import longest_length
 
-MOST_HEAD_DIM = 256
+MOST_HEAD_DIM = 512
 
 
 @dataclass(frozen=True)
 class Layout:
     """What a model of some class and config is made of, without its weights.
 
-    ``contents``: of each module by path, what `contents_of` says.
+    ``contents``: of each module by path, what `contents_of` says. ``has_stock_cache``: as of `ModelExecutor`.
     """
 
     body: str
@@ -36,6 +36,7 @@ class Layout:
     contents: dict[str, Any]
     num_logits: int
     positions: int
+    has_stock_cache: bool = True
 
 
 def lay_out(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Layout:
@@ -95,28 +96,17 @@ def positions_of(config: PreTrainedConfig) -> int | None:
 
 
 def _layout_of(call: AttentionRecord) -> AttentionLayout:
-    mask = AttentionMask(call.mask.size if call.mask.name == "sliding" else None)
+    window, chunk = (call.mask.size if call.mask.name == name else None for name in ("sliding", "chunked"))
+    mask = AttentionMask(window, chunk)
     return AttentionLayout(call.module, call.query_heads, call.key_heads, call.key_size, call.value_size, mask)
 
 
 def check_pages(calls: tuple[AttentionRecord, ...]) -> None:
     """Raise `Refused` for calls whose keys and values pages, or kernels that read them, do not hold."""
     for call in calls:
-        if call.mask.name == "chunked":
-            raise Refused(f"{call.module} attends within chunks of {call.mask.size} tokens, which kernels of GPUs do "
-                          "not take")
-        if call.key_size != call.value_size:
-            raise Refused(f"{call.module} has keys of {call.key_size} and values of {call.value_size} numbers a head, "
-                          "which kernels of GPUs do not take")
-        if call.key_size > MOST_HEAD_DIM:
-            raise Refused(f"{call.module} has heads of {call.key_size} numbers, and kernels of GPUs take "
+        if (size := max(call.key_size, call.value_size)) > MOST_HEAD_DIM:
+            raise Refused(f"{call.module} has heads of {size} numbers, and kernels of GPUs take "
                           f"{MOST_HEAD_DIM} at most")
-        if (other := _shape(call)) != (first := _shape(calls[0])):
-            raise Refused(f"{call.module} has {other}, and {calls[0].module} {first}: kernels of GPUs take one shape")
     modules = [call.module for call in calls]
     if twice := next((module for module in modules if modules.count(module) > 1), None):
         raise Refused(f"{twice} attends more than once in a forward, and caches of results hold one layer for each")
-
-
-def _shape(call: AttentionRecord) -> str:
-    return f"{call.query_heads} heads over {call.key_heads} of {call.key_size} numbers"

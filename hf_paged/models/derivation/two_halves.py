@@ -22,8 +22,8 @@ _TOKENS = 13
 _WANTED = (4, 0, 12, 7)  # of a step's tokens, those that get logits
 
 
-def check_two_halves(cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str) -> None:
-    """Raise `Refused` if the halves give other logits, or stock's cache holds something else than attention gets."""
+def check_two_halves(cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str) -> bool:
+    """Raise `Refused` if the halves give other logits; return whether stock's cache holds what attention gets."""
     with Double(), torch.no_grad():
         model = clone_of(cls, reduced(config), attention)
         tokens = torch.arange(_TOKENS) % len(embeddings_of(model))
@@ -31,25 +31,26 @@ def check_two_halves(cls: type[PreTrainedModel], config: PreTrainedConfig, atten
         with answered_by(model, spy), watched_forwards(model) as seen:
             logits = forward(model, tokens.tolist(), 0, cache)
             body = body_of(seen.entered, [path for path in map(_paths(model).get, spy.modules) if path])
-            _check_cache(spy, cache)
+            has_stock_cache = _holds_given(cache, spy)
             hidden = final_states(model.get_submodule(body), tokens, torch.arange(_TOKENS))
         halves = class_logits(model, cls, body, hidden[list(_WANTED)])
     if (worst := distance(halves, logits[list(_WANTED)])) >= TOLERANCE:
         raise Refused(f"logits of the final hidden states of {body} differ from the class's by {worst:.1e} of their "
                       "standard deviation")
+    return has_stock_cache
 
 
 def _paths(model: nn.Module) -> dict[nn.Module, str]:
     return {module: path for path, module in model.named_modules()}
 
 
-def _check_cache(spy: _CausalAttention, cache: WatchedCache) -> None:
+def _holds_given(cache: WatchedCache, spy: _CausalAttention) -> bool:
+    """Return whether a cache holds the keys and values of all attention calls, layer by layer."""
     held = [(entry.keys, entry.values) for entry in cache.entries]
     alike = len(held) == len(spy.given) and all(
         torch.equal(one, other) for pair, given in zip(held, spy.given, strict=True)
         for one, other in zip(pair, given, strict=True))
-    if not alike or [entry.layer for entry in cache.entries] != list(range(len(held))):
-        raise Refused("stock's cache holds something else than the keys and values that attention gets, layer by layer")
+    return alike and [entry.layer for entry in cache.entries] == list(range(len(held)))
 
 
 class _CausalAttention:

@@ -17,6 +17,7 @@ from hf_paged.kernels.attention.types import AttentionSpec, GroupedConfig, Group
 from hf_paged.scheduler.prefix_tree import PrefixGroups
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+CONFIG = GroupedConfig(16, 16, 2, 16, 2, 4, 3)
 
 
 @pytest.fixture(autouse=True)
@@ -85,13 +86,19 @@ def test_random_trees(seed):
     checked(planned(case, groups, config, cta_slots=r.choice([1, 9, 40])))
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("seed", "chunk"), [(1, None), (2, 20), (3, 64), (5, 100)])
+def test_values_of_another_size_than_keys_and_chunks(seed, chunk):
+    _, rows, groups = drawn(seed, 6, 200, 16)
+    case = make_case(rows, seed=seed, groups=groups, heads=4, kv_heads=2, head_dim=[24, 96][seed % 2],
+                     value_dim=[40, 64][seed % 2], chunk=chunk, sinks=seed == 3)
+    checked(planned(case, groups, CONFIG))
+
+
 def shared(rows, length):
     """All rows share that many positions."""
     numbers = np.array([[0], [rows], [0], [length]], np.int32)
     return PrefixGroups(np.arange(rows, dtype=np.int32), *numbers)
-
-
-CONFIG = GroupedConfig(16, 16, 2, 16, 2, 4, 3)
 
 
 @pytest.mark.interpreted

@@ -89,6 +89,15 @@ def test_random_trees(seed):
     checked(planned(case, groups, config, cta_slots=r.choice([1, 9, 40])))
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("seed", "chunk"), [(1, None), (2, 20), (3, 64), (5, 100)])
+def test_values_of_another_size_than_keys_and_chunks(seed, chunk):
+    _, rows, groups = drawn(seed, 5, 120, 20, 16)
+    case = make_case(rows, seed=seed, groups=groups, heads=4, kv_heads=2, head_dim=[24, 96][seed % 2],
+                     value_dim=[40, 64][seed % 2], chunk=chunk, sinks=seed == 3)
+    checked(planned(case, groups, CONFIG))
+
+
 def shared(rows, length):
     """All rows share that many positions."""
     numbers = np.array([[0], [rows], [0], [length]], np.int32)

@@ -21,6 +21,7 @@ from hf_paged.kernels.attention.prefill import (
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3}
 HEAD_DIMS = [32, 64, 80, 96, 128, 256]
+KEYS_AND_VALUES = [(192, 128), (24, 16), (96, 64), (24, 40), (16, 128), (512, 512)]
 
 
 def cut(case, splits):
@@ -73,6 +74,40 @@ def test_decode_random(seed):
     config = DecodeConfig(r.choice([16, 32, 64]), 4, 1, 4)
     out = run_poisoned(paged_attention_decode, cut(case, r.choice([1, 2, 3, 4, 7, 33])), config=config)
     assert worst_error(out, expected(case)) < TOLERANCE[dtype]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("seed", range(len(KEYS_AND_VALUES)))
+def test_values_of_another_size_than_keys(seed, kind):
+    head_dim, value_dim = KEYS_AND_VALUES[seed]
+    r = random.Random(seed)
+    rows = [(1, n) for n in (130, 1, 65)] if kind == "decode" else random_rows(r, 3, 80, 30)
+    case = make_case(
+        rows, seed=seed, heads=[2, 6, 8][seed % 3], kv_heads=2, head_dim=head_dim, value_dim=value_dim,
+        block_size=[16, 64][seed % 2], window=[None, 33][seed // 2 % 2], chunk=[None, 20][seed // 4],
+        softcap=[3.0, None][seed % 2], sinks=seed % 2 == 1, dtype=[torch.float32, torch.float16][seed % 2],
+    )
+    if kind == "decode":
+        outs = [run_poisoned(paged_attention_decode, cut(case, splits)) for splits in (1, 3)]
+    else:
+        outs = [run_poisoned(paged_attention_prefill, case, config=PrefillConfig(32, 32, 4, 1, branch=seed > 2))]
+    for out in outs:
+        assert worst_error(out, expected(case)) < TOLERANCE[case.q.dtype]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("chunk", [1, 20, 32, 64, 500])
+def test_chunks(chunk):
+    """Rows on, before and behind a chunk's first position; tiles of queries and of positions across several chunks."""
+    lengths = (31, 32, 33, 40, 60, 61, 64, 65, 129)
+    case = make_case([(1, n) for n in lengths], seed=3, heads=2, kv_heads=1, chunk=chunk)
+    for splits in (1, 2):
+        assert worst_error(run_poisoned(paged_attention_decode, cut(case, splits)), expected(case)) < 5e-6
+    case = make_case([(40, 70), (70, 70), (1, 97), (33, 96), (2, 0)], seed=4, heads=2, kv_heads=1, chunk=chunk)
+    for branch in (False, True):
+        out = run_poisoned(paged_attention_prefill, case, config=PrefillConfig(32, 32, 4, 1, branch))
+        assert worst_error(out, expected(case)) < 5e-6
 
 
 @pytest.mark.each_value
@@ -177,7 +212,7 @@ def test_scores_far_apart_do_not_overflow():
 
 
 def test_configs_cover_every_head_size():
-    for head_dim_pad in (16, 32, 64, 128, 256):
+    for head_dim_pad in (16, 32, 64, 128, 256, 512):
         for itemsize in (2, 4):
             for group in (1, 3, 8, 200):
                 for new, long, shared in itertools.product((1, 9, 5000), (0, 9000), (99 << 10, 227 << 10)):
@@ -247,6 +282,25 @@ def test_gpu_random(kind, head_dim, dtype):
             sinks=seed == 1,
             dtype=dtype,
             device="cuda",
+        )
+        if kind == "prefill":
+            out = run_poisoned(paged_attention_prefill, case)
+        else:
+            out = run_poisoned(paged_attention_decode, cut(case, 1 if kind == "decode" else 7))
+        _bounded(case, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "value_dim"), [*KEYS_AND_VALUES, (192, 192)], ids=str)
+@pytest.mark.parametrize("kind", ["prefill", "decode", "split"])
+def test_gpu_values_of_another_size_than_keys_and_chunks(kind, head_dim, value_dim):
+    r = random.Random(f"{kind}{head_dim}")
+    for seed, (dtype, chunk) in enumerate([(torch.bfloat16, None), (torch.float16, 200), (torch.float32, 1000)]):
+        rows = random_rows(r, 5, 1500, 400)
+        rows = [*rows, (130, 700)] if kind == "prefill" else [(1, length) for _, length in rows]
+        case = make_case(
+            rows, seed=seed, heads=8, kv_heads=[8, 2, 1][seed], head_dim=head_dim, value_dim=value_dim,
+            block_size=[16, 64, 256][seed], chunk=chunk, dtype=dtype, device="cuda",
         )
         if kind == "prefill":
             out = run_poisoned(paged_attention_prefill, case)

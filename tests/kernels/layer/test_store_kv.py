@@ -65,6 +65,19 @@ def test_value_strided_unlike_key(store, shape):
     _check(store, (key, value.transpose(0, 1).contiguous().transpose(0, 1), *rest))
 
 
+def _with_unlike_values(arguments, size):
+    key, value, k_cache, v_cache, slots = arguments
+    repeats = -(-size // value.shape[2])
+    value, v_cache = (x.repeat(*[1] * (x.dim() - 1), repeats)[..., :size] for x in (value, v_cache))
+    return key, value, k_cache, v_cache.contiguous(), slots
+
+
+@pytest.mark.parametrize("store", [store_kv_reference, pytest.param(store_kv_triton, marks=pytest.mark.interpreted)])
+@pytest.mark.parametrize(("shape", "size"), [((8, 192), 128), ((3, 24), 16), ((2, 24), 640), ((1, 16), 17)], ids=str)
+def test_values_of_another_size_than_keys(store, shape, size):
+    _check(store, _with_unlike_values(_inputs(4, shape=shape), size))
+
+
 def test_bad_arguments():
     key, value, k_cache, v_cache, slots = _inputs(3, dtype=torch.float32)
     for arguments, message in [
@@ -83,6 +96,12 @@ def test_bad_arguments():
 @pytest.mark.parametrize("seed", range(10))
 def test_gpu(seed):
     _check(store_kv, _inputs(seed, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "size"), [((8, 192), 128), ((3, 24), 16), ((2, 24), 640)], ids=str)
+def test_gpu_values_of_another_size_than_keys(shape, size):
+    _check(store_kv, _with_unlike_values(_inputs(4, "cuda", shape=shape), size))
 
 
 @pytest.mark.gpu

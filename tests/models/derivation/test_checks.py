@@ -14,7 +14,7 @@ from hf_paged.models.derivation.layout import check_pages
 from hf_paged.models.derivation.rows_in_dtype import check_rows_in
 from hf_paged.models.derivation.two_halves import check_two_halves
 from hf_paged.models.proof.calls import AttentionRecord
-from hf_paged.models.proof.mask_kinds import FULL, MaskKind
+from hf_paged.models.proof.mask_kinds import FULL
 from hf_paged.models.proof.verdict import Refused
 
 
@@ -55,10 +55,8 @@ ONE = AttentionRecord("one", FULL, 4, 2, 16, 16, None, None, False)
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
-    ({"mask": MaskKind("chunked", 8)}, "two attends within chunks of 8 tokens"),
-    ({"value_size": 8}, "two has keys of 16 and values of 8 numbers a head"),
-    ({"key_size": 320, "value_size": 320}, "two has heads of 320 numbers"),
-    ({"key_heads": 4}, "two has 4 heads over 4 of 16 numbers, and one 4 heads over 2"),
+    ({"key_size": 520}, "two has heads of 520 numbers"),
+    ({"value_size": 520}, "two has heads of 520 numbers"),
     ({"module": "one"}, "one attends more than once in a forward"),
 ])
 def test_calls_that_pages_do_not_hold_are_refused(changes, reason):
