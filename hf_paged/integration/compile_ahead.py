@@ -85,6 +85,7 @@ def compile_ahead(path_or_id: str, config: PagedConfig, gpu: GpuModel, *, dtype:
     if getattr(of_model, "quantization_config", None) is not None:
         raise ValueError(f"model={path_or_id!r}: expected no quantized weights, whose layers only a loaded model has")
     model = model_of_config(path_or_id, dtype, False, trust_remote_code)  # which the executor does not keep
+    absent_gpu.place_as_on_gpu(model)
     executor = _executor_of(model, config)
     config, before = fitting(config, executor), kernel_log.counts()
     absent_gpu.pretend(gpu)

@@ -58,8 +58,8 @@ def served(model: str, is_real: bool) -> dict[str, Any]:
         service.compile_nothing = lambda: None
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval().requires_grad_(False)
     with nobodys_gpu():
-        found = Service(loaded, num_parameters=loaded.num_parameters(), num_blocks=2000, backend="triton",
-                        most_rows=ROWS)
+        found = Service(loaded, num_parameters=loaded.num_parameters(), num_blocks=2000,
+                        backend=SETTINGS["attention_backend"], most_rows=ROWS)
         warm_up = WarmUp(found.runner.executor, PagedConfig(**SETTINGS))
         warm_up.begin()
         missing = len(warm_up._loading.result())

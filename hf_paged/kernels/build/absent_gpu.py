@@ -8,6 +8,7 @@ zeros. Triton compiles for the target, under the keys that launches on such a GP
 from __future__ import annotations
 
 import atexit
+import mmap
 import os
 import re
 import shutil
@@ -26,6 +27,8 @@ from torch.utils._pytree import tree_map_only
 from hf_paged.device import adjacent
 
 DEVICE, _HOST = torch.device("cuda", 0), torch.device("cpu")
+# A GPU gives large tensors pages of their own, to which kernels may want them aligned.
+_LARGE, _PAGE = 1 << 20, 2 << 20
 
 
 class GpuModel(NamedTuple):
@@ -80,8 +83,23 @@ def pretend(gpu: GpuModel) -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    adjacent.AdjacentMemory = _AdjacentMemory  # type: ignore[misc,assignment]
+    adjacent.AdjacentMemory = _AdjacentMemory  # type: ignore[misc]
     _make_driver_modules()
+
+
+def place_as_on_gpu(model: torch.nn.Module) -> None:
+    """Give large parameters other memory, aligned as on a GPU, in place of their values."""
+    for parameter in model.parameters():
+        if parameter.nbytes >= _LARGE:
+            parameter.data = _pages(parameter.shape, parameter.dtype)
+
+
+def _pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros that take no memory until they are written."""
+    count = shape.numel()
+    memory = mmap.mmap(-1, count * dtype.itemsize + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 class _Driver:
@@ -114,23 +132,17 @@ class _Event:
         pass
 
 
-class _AdjacentMemory:
-    """Tensors side by side in one tensor, where `AdjacentMemory` would place them."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def place(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        sizes = [one.numel() * one.element_size() for one in like]
-        parts = torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
-        return [part.view(one.dtype).view(one.shape) for part, one in zip(parts, like, strict=True)]
+class _AdjacentMemory(adjacent.AdjacentMemory):
+    """An allocator that places tensors side by side in one tensor, if they could be placed on the GPU."""
 
     def read_together(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         width = pieces[0].shape[1]
         return pieces[0].as_strided((sum(map(len, pieces)), width), (width, 1))
 
-    def finish(self) -> None:
-        pass
+    def _in_order(self, like: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[int, list[torch.Tensor]]:
+        memory = _pages(torch.Size([sum(sizes)]), torch.uint8)
+        pieces = zip(memory.split(list(sizes)), like, strict=True)
+        return memory.data_ptr(), [piece.view(one.dtype).view(one.shape) for piece, one in pieces]
 
 
 class CountsAsGpu(TorchFunctionMode):
@@ -161,6 +173,10 @@ class CountsAsGpu(TorchFunctionMode):
             return args[0]
         if func is torch.histc:  # a CPU counts floats only
             args = args[0].float(), *args[1:]
+        if func is torch.empty and _on_host(kwargs.get("device")) is _HOST:
+            made = func(*args, **kwargs | {"device": "meta", "pin_memory": False})
+            if made.nbytes >= _LARGE:
+                return _pages(made.shape, made.dtype)
         kwargs = {name: _on_host(value) if name == "device" else value for name, value in kwargs.items()}
         kwargs.pop("pin_memory", None)
         return func(*map(_on_host, args), **kwargs)

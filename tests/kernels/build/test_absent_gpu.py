@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_paged.kernels.build.absent_gpu import DEVICE, CountsAsGpu, gpu_model
+from hf_paged.kernels.build.absent_gpu import DEVICE, CountsAsGpu, gpu_model, place_as_on_gpu
 
 
 def test_tensors_answer_that_they_lie_on_the_gpu():
@@ -33,6 +33,17 @@ def test_an_upload_is_aligned_whatever_it_was_cut_from():
     with CountsAsGpu():
         uploaded = host.pin_memory().to(DEVICE)
     assert uploaded.tolist() == [1, 2, 3, 4, 5, 6, 7, 8] and uploaded.data_ptr() % 16 == 0 != host.data_ptr() % 16
+
+
+def test_large_tensors_lie_where_a_gpu_would_place_them():
+    model = torch.nn.Linear(1024, 1024, dtype=torch.bfloat16)
+    place_as_on_gpu(model)
+    with CountsAsGpu():
+        caches = [torch.empty(300, 16, 2, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)]
+        small = torch.empty((2, 3), device=DEVICE)
+    assert not any(one.data_ptr() % (2 << 20) for one in (model.weight, *caches))
+    assert model.weight.untyped_storage().nbytes() == model.weight.nbytes and model.weight.is_contiguous()
+    assert [*map(torch.Tensor.size, caches)] == [(300, 16, 2, 128)] * 3 and small.shape == (2, 3)
 
 
 def test_a_gpu_may_have_another_number_of_multiprocessors():
