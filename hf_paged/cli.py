@@ -20,6 +20,11 @@ _CHECK = """`hf-paged check MODEL`: report what of a model would run natively, w
 Nothing is generated and no weights are read: the model is built from its config with memory that is never touched, so
 that the report takes seconds for a checkpoint of any size. A quantized model is loaded: only then are its layers known.
 """
+_COMPILE = """`hf-paged compile MODEL --sm 90`: compile the kernels that an engine of a model and settings needs.
+
+No GPU is needed and no weights are read, so that the build of an image can do it. The kernels lie in Triton's cache
+(TRITON_CACHE_DIR). A process with the same versions of Triton, torch and hf_paged, and the same settings, finds them.
+"""
 # Usual calls, which `check` reports besides the given one.
 _CALLS: dict[str, dict[str, Any]] = {
     "greedy search": {"do_sample": False},
@@ -38,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_check(commands)
     _add_bench(commands)
+    _add_compile(commands)
     server = commands.add_parser("serve", help="an OpenAI server of one model")
     add_arguments(server)
     server.set_defaults(run=serve)
@@ -79,6 +85,39 @@ def _check(arguments: argparse.Namespace) -> int:
                      trust_remote_code=arguments.trust_remote_code, overrides=read_pairs(arguments.set))
     print(json.dumps(dataclasses.asdict(report), indent=2) if arguments.json else report)
     return int(report.calls["greedy search"].path != "native")
+
+
+# -- compile ----------------------------------------------------------------------------------------------------------
+
+
+def _add_compile(commands: Any) -> None:
+    parser = commands.add_parser("compile", help="compile a model's kernels into Triton's cache, without a GPU",
+                                 description=_COMPILE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a folder with at least a config.json, or a model id")
+    parser.add_argument("--sm", type=int, required=True,
+                        help="compute capability of the GPU: 80 A100, 86 A40, 89 L40S, 90 H100, 100 B200, 120 RTX PRO")
+    parser.add_argument("--sms", type=_positive, help="its number of multiprocessors; left out: that of the GPU above")
+    parser.add_argument("--dtype", default="auto", help="of the weights; auto: as the config says")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of the PagedConfig")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that lies beside the config")
+    parser.set_defaults(run=_compile)
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    """Compile, and print what the cache has; returns 1 if a kernel or a step failed."""
+    from hf_paged.integration.compile_ahead import compile_ahead
+    from hf_paged.kernels.build.absent_gpu import gpu_model
+
+    config = hf_paged.PagedConfig(**read_pairs(arguments.set))
+    began = time.perf_counter()
+    report = compile_ahead(arguments.model, config, gpu_model(arguments.sm, arguments.sms), dtype=arguments.dtype,
+                           trust_remote_code=arguments.trust_remote_code)
+    for failure in report.failed:
+        print(f"failed: {failure}", file=sys.stderr)
+    print(f"{report.num_compiled} kernels compiled, {report.num_found} found in {time.perf_counter() - began:.1f} s, "
+          f"for compute capability {arguments.sm / 10}\ncache: {report.folder}; manifest: {report.manifest or 'none'}\n"
+          "not covered: adapters, autocast, several GPUs, FlashAttention, rare edits of logits")
+    return int(bool(report.failed))
 
 
 # -- bench: a `PagedGenerator`, with random token ids and outputs of one length ---------------------------------------

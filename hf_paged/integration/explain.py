@@ -175,13 +175,11 @@ def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "
         OSError: If transformers finds no config, or no weights to load.
         ValueError, TypeError: If an argument is invalid; the error names it.
     """
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"dtype={dtype!r}: expected 'auto' or a dtype of torch, as bfloat16")
     config = merged_config(None, overrides or {})
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check_place("model", path_or_id, ("config.json",))
     with naming_the_place("model", path_or_id), naming_broken_files(lambda: find_files(path_or_id)):
-        model = _build(path_or_id, dtype, load, trust_remote_code)
+        model = model_of_config(path_or_id, dtype, load, trust_remote_code)
     is_loaded = load or getattr(model.config, "quantization_config", None) is not None
     explained = {name: explain(model, **arguments) for name, arguments in calls.items()}
     make = find_executor(model)
@@ -205,7 +203,14 @@ def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "
                    is_loaded, layers, proof, attention, other, explained, memory)
 
 
-def _build(path_or_id: str, dtype: str, load: bool, trust_remote_code: bool) -> PreTrainedModel:
+def model_of_config(path_or_id: str, dtype: str, load: bool, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the model of a config on the CPU; without ``load``, with weights whose memory is never touched.
+
+    Raises:
+        OSError, ValueError: as `preview`.
+    """
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype={dtype!r}: expected 'auto' or a dtype of torch, as bfloat16")
     config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
     if load or getattr(config, "quantization_config", None) is not None:
         model = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from hf_paged.kernels.attention.types import AttentionOptions
-from hf_paged.kernels.build.compiling import compiled_ahead, is_dry
+from hf_paged.kernels.build.compiling import compiled_ahead, is_complete_dry_run, is_dry
 from hf_paged.kernels.hopper import decoder_layers_support as support
 from hf_paged.kernels.hopper.decoder_layers_support import Decoder
 from hf_paged.models.linears import LinearView
@@ -69,6 +70,10 @@ class OneLaunch:
         captures, count = _is_captured(self.device), len(hidden)
         may_prepare = not (captures or is_dry())
         if support.why_not_on(self.device) is not None or not _fits(hidden, rows):
+            return None
+        if is_complete_dry_run():
+            with suppress(ValueError):  # the kernel does not support the layers
+                support.plan_of(decoder, count).run(hidden, *rows)
             return None
         key = decoder.key()
         if key != self._key or count not in self._plans:

@@ -147,14 +147,14 @@ def _blocks_left(spec: KVSpec, config: PagedConfig, max_model_len: int, free: in
 
 def rehearse(executor: ModelExecutor, config: PagedConfig, max_model_len: int) -> None:
     """Run the largest step as `owned_num_blocks` does, to compile its kernels; keeps no memory."""
-    _largest_step(executor, executor.kv_spec(), config, max_model_len)()
+    largest_step(executor, executor.kv_spec(), config, max_model_len)()
     executor.release()
     torch.cuda.empty_cache()
 
 
 def _warm_up(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
     """Run the largest step; returns its peak bytes beyond what stays allocated."""
-    run = _largest_step(executor, spec, config, max_model_len)
+    run = largest_step(executor, spec, config, max_model_len)
     torch.cuda.synchronize(spec.device)
     torch.cuda.reset_peak_memory_stats(spec.device)
     before = torch.cuda.memory_allocated(spec.device)
@@ -162,7 +162,7 @@ def _warm_up(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_mod
     return torch.cuda.max_memory_allocated(spec.device) - before
 
 
-def _largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
+def largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
                   max_model_len: int) -> Callable[[], object]:
     """Return a function that runs the largest step on a temporary pool and waits for its end."""
     length = max(1, min(config.max_num_batched_tokens // config.max_num_seqs, max_model_len - 1))

@@ -67,6 +67,8 @@ class _Watch:
 class _LaunchesNothing:
     """Base of runs of work that launch none of its kernels; ``submit`` gets those that are not compiled."""
 
+    is_complete = False
+
     def run(self, work: Callable[[], object]) -> None:
         """Call ``work``, whose launches in this thread come to `launch`."""
         _thread.dry_run = self
@@ -82,9 +84,15 @@ class _LaunchesNothing:
 
 
 class _DryRun(_LaunchesNothing):
-    """A run whose kernels that are not compiled go to threads and, as `FutureKernel`, to `pending`."""
+    """A run whose kernels that are not compiled go to threads and, as `FutureKernel`, to `pending`.
 
-    def __init__(self) -> None:
+    Args:
+        is_complete: see `is_complete_dry_run`.
+    """
+
+    def __init__(self, *, is_complete: bool = False) -> None:
+        self.is_complete = is_complete
+        self.failed: list[str] = []  # names of kernels that do not compile
         self.pool = ThreadPoolExecutor(min(num_cores(), _MOST_THREADS), thread_name_prefix="hf_paged-compile")
         self.pending: dict[Any, Any] = {}  # the kernel of each FutureKernel, which may be compiled already
         self.is_after_ready = kernel_log.is_after_ready()  # until what is looked at will be launched later
@@ -123,6 +131,7 @@ class _DryRun(_LaunchesNothing):
                 with _lock:
                     compiled = variant.result()
             except Exception as error:
+                self.failed.append(kernel.__name__)
                 logger.info("hf_paged: %s is compiled at its first launch: %r", kernel.__name__, error)
             for variants, *_ in list(kernel.device_caches.values()):
                 for key in [key for key, value in list(variants.items()) if value is variant]:
@@ -370,19 +379,18 @@ def compiled_together(run: Callable[[], Result], later: Iterable[Callable[[], ob
         except _Missing:
             pass
     with kernel_log.waiting():
-        refused = _compile_dry([run], later)
+        refused = _compile_dry(_DryRun(), [run], later).refused
     if refused is not None and may_break_off:  # its launch would find it on the disk
         raise refused
     return run()
 
 
-def _compile_dry(works: Iterable[Callable[[], object]],
-                 later: Iterable[Callable[[], object]] = ()) -> kernel_log.LateKernelError | None:
+def _compile_dry(dry: _DryRun, works: Iterable[Callable[[], object]],
+                 later: Iterable[Callable[[], object]] = ()) -> _DryRun:
     """Run works dry, and wait for the kernels that they miss; run ``later`` dry as long as that takes.
 
-    Returns the error of a kernel that requests of a ready engine should not have had to wait for.
+    The result's ``refused`` is the error of a kernel that requests of a ready engine should not have had to wait for.
     """
-    dry = _DryRun()
     try:
         for work in works:
             dry.run(work)
@@ -393,14 +401,22 @@ def _compile_dry(works: Iterable[Callable[[], object]],
     finally:
         dry.pool.shutdown(wait=False)
     dry.settle(needed)
-    return dry.refused
+    return dry
 
 
-def compiled_before(works: Iterable[Callable[[], object]]) -> None:
-    """Compile, side by side, the kernels that works will launch. The works are run dry, one after the other."""
-    if active_mode is not None:
-        wait([prepare_triton()])
-        _compile_dry(works)
+def compiled_before(works: Iterable[Callable[[], object]], *, is_complete: bool = False) -> list[str]:
+    """Compile, side by side, the kernels that works will launch. The works are run dry, one after the other.
+
+    Args:
+        is_complete: see `is_complete_dry_run`.
+
+    Returns:
+        Names of kernels that do not compile.
+    """
+    if active_mode is None:
+        return []
+    wait([prepare_triton()])
+    return _compile_dry(_DryRun(is_complete=is_complete), works).failed
 
 
 def loaded(records: Iterable[str]) -> list[Callable[[], object]]:
@@ -460,6 +476,11 @@ def compiled_aside(run: Callable[[], object]) -> list[Future[object]]:
 def is_dry() -> bool:
     """Return whether this thread is in a dry run."""
     return _thread.dry_run is not None
+
+
+def is_complete_dry_run() -> bool:
+    """Return whether this thread is in a dry run that also misses kernels for which no step waits."""
+    return _thread.dry_run is not None and _thread.dry_run.is_complete
 
 
 def in_background(prepare: Callable[[], object]) -> Future[object]:

@@ -1,0 +1,90 @@
+"""What `hf-paged compile` leaves, and what an engine needs then, on a GPU that is not there; run by
+`test_compile_ahead.py`, which looks at what it prints.
+
+    python compile_ahead_script.py MODEL is_real
+
+The engine is a process of its own, the parent of the one that compiles. Unless ``is_real``, kernels are told apart by
+Triton's keys and nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import service
+from pretended_gpu import compile_nothing, variants
+from service import Service, nobodys_gpu
+from transformers import AutoModelForCausalLM
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import get_cache_key, make_backend
+
+from hf_paged.cli import main
+from hf_paged.config import PagedConfig
+from hf_paged.kernels.build import kernel_log
+from hf_paged.runner.warm_up import WarmUp
+from hf_paged.sampling.edit_reference import Edits
+from hf_paged.sampling.log_probs import RAW
+
+ROWS = 8
+service.MOST_TOKENS, service.MOST_LENGTH = 512, 2048
+SETTINGS = {"max_num_seqs": ROWS, "max_num_batched_tokens": service.MOST_TOKENS, "max_model_len": service.MOST_LENGTH,
+            "merge_weights": False, "attention_backend": "triton"}
+
+
+def keys() -> dict[str, str]:
+    """Triton's keys of the variants so far, with their kernels' names."""
+    target = GPUTarget("cuda", 90, 32)
+    backend, environment = make_backend(target), get_cache_invalidating_env_vars()
+    return {get_cache_key(one.source, backend, backend.parse_options(dict(one.options)), environment): one.name
+            for one in variants}
+
+
+def compiled(model: str, is_real: bool) -> dict[str, Any]:
+    if not is_real:
+        compile_nothing()
+    settings = [f"{name}={json.dumps(value)}" for name, value in SETTINGS.items()]
+    status = main(["compile", model, "--sm", "90", "--set", *settings])
+    return {"status": status, "keys": keys()}
+
+
+def served(model: str, is_real: bool) -> dict[str, Any]:
+    if is_real:
+        service.compile_nothing = lambda: None
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval().requires_grad_(False)
+    with nobodys_gpu():
+        found = Service(loaded, num_parameters=loaded.num_parameters(), num_blocks=2000,
+                        backend=SETTINGS["attention_backend"], most_rows=ROWS)
+        warm_up = WarmUp(found.runner.executor, PagedConfig(**SETTINGS))
+        warm_up.begin()
+        missing = len(warm_up._loading.result())
+        prompts = [[i] * (20 + 50 * i) for i in range(1, 9)]
+        found.serve("plain", prompts, [4] * 8)
+        found.serve("one", prompts[:1], [4])
+        found.serve("long", [[3] * 1500], [4])
+        found.serve("options", prompts, [4] * 8, edits=Edits(repetition_penalty=1.1), scored=(RAW,))
+        found.serve("masks", prompts[:2], [4] * 2, masked=True)
+        scheduler = found.scheduler()
+        found.serve("prefix", [[5] * 1024], [1], scheduler=scheduler)
+        found.serve("behind it", [[5] * 1024 + [i] * 40 for i in range(8)], [4] * 8, scheduler=scheduler)
+    return {"keys": keys(), "counts": kernel_log.counts(), "known": len(warm_up.manifest.variants), "missing": missing}
+
+
+if __name__ == "__main__":
+    model, is_real, result = sys.argv[1], sys.argv[2] == "True", Path(os.environ["TRITON_CACHE_DIR"]) / "compiled.json"
+    if (child := os.fork()) == 0:
+        try:
+            result.parent.mkdir(parents=True, exist_ok=True)
+            result.write_text(json.dumps(compiled(model, is_real)))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    print(json.dumps({"compiled": json.loads(result.read_text()), "served": served(model, is_real)}))
