@@ -473,9 +473,9 @@ def class_logits(model: nn.Module, kind: type[nn.Module], body: str, hidden: tor
     output = _Output(last_hidden_state=hidden[None])
     view = _with_output(model, body.split("."), output)
     forward: Any = kind.forward
-    # The embeddings tell a forward how many tokens there are: the view's decoder does not read them.
-    given = _accepted(kind, inputs_embeds=output.last_hidden_state, return_dict=True, **_QUIET)
-    logits: torch.Tensor = forward(view, **given).logits[0]
+    # Gemma 4 compares the number of hidden states with that of the inputs.
+    arguments = _accepted(kind, inputs_embeds=output.last_hidden_state, return_dict=True, **_QUIET)
+    logits: torch.Tensor = forward(view, **arguments).logits[0]
     return logits
 
 
