@@ -77,9 +77,10 @@ def derived_model(name: str, settings: dict[str, Any]) -> PreTrainedModel:
 
 @torch.no_grad()
 def assert_scored_as_stock(model: PreTrainedModel, completion: Completion) -> None:
-    """Log-probabilities of a prompt and of greedy tokens are those of a plain forward."""
+    """Log-probabilities of a prompt and of greedy tokens are those of a forward with the positions of `generate`."""
     ids = torch.tensor([completion.prompt_token_ids + completion.token_ids])
-    known = model(ids).logits[0].float().log_softmax(-1)
+    logits = model(ids, position_ids=torch.arange(ids.shape[1])[None]).logits
+    known = logits[0].float().log_softmax(-1)
     expected = known[:-1].gather(1, ids[0, 1:, None])[:, 0]
     found = torch.tensor([*completion.prompt_logprobs[1:], *completion.logprobs])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -2,8 +2,10 @@
 
     python tools/model_verdicts.py [--only NAME ...] [--write]
 
-`tests/models/proof/verdicts.json` has the accepted outcome, limit and reason by class name; `--write` replaces those of
-the classes that ran. Exits with 1 if a verdict is another one. All classes take about 10 minutes of one core.
+`tests/models/proof/verdicts.json` has the accepted outcome, limit and reason by class name, and the version of
+transformers; `--write` replaces those of the classes that ran, and drops classes that are no more. A class that is
+proved and whose models cannot be laid out on pages counts as refused. Exits with 1 if a verdict is another one. All
+classes take about 6 minutes of one core. Behind it, `python tools/models_page.py` renews the page of models.
 """
 
 from __future__ import annotations
@@ -17,16 +19,22 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_paged.models.proof import prove
+from hf_paged.models.derivation.layout import lay_out
+from hf_paged.models.derivation.rows_in_dtype import check_rows_in
+from hf_paged.models.derivation.two_halves import check_two_halves
+from hf_paged.models.proof import Verdict, prove
+from hf_paged.models.proof.prove import in_thread
+from hf_paged.models.proof.verdict import Refused
 
 ACCEPTED = Path(__file__).resolve().parents[1] / "tests" / "models" / "proof" / "verdicts.json"
 # What default configs lack.
 MISSING: dict[str, dict[str, Any]] = {
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
-    "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6},
+    "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "HunYuanDenseV1ForCausalLM": {"head_dim": 128},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 128},
     "MinistralForCausalLM": {"head_dim": 128},
@@ -40,20 +48,40 @@ def class_names() -> list[str]:
     return sorted({name for one in names for name in ((one,) if isinstance(one, str) else one)})
 
 
+def config_of(name: str) -> PreTrainedConfig:
+    """Return the default config of a class, as a decoder."""
+    config: PreTrainedConfig = getattr(transformers, name).config_class(**MISSING.get(name, {}))
+    if getattr(config, "is_decoder", None) is False:
+        config.is_decoder = True
+    return config
+
+
 def verdict_of(name: str) -> dict[str, Any]:
-    """Prove a class with its default config, as a decoder and with the attention that stock takes for it."""
+    """Prove a class with its default config, and with the attention that stock takes for it."""
     try:
-        cls = getattr(transformers, name)
-        config = cls.config_class(**MISSING.get(name, {}))
-        if getattr(config, "is_decoder", None) is False:
-            config.is_decoder = True
+        cls, config = getattr(transformers, name), config_of(name)
         with torch.device("meta"):
             attention = cls(cls.config_class(**config.to_diff_dict())).config._attn_implementation
     except Exception as error:
         return {"outcome": "refused", "max_length": None, "reason": f"its default config makes no model: "
                 f"{type(error).__name__}"}
     verdict = prove(cls, config, attention)
+    if verdict.outcome == "proved":
+        verdict = in_thread(lambda: _laid_out(cls, config, attention, verdict))
     return {"outcome": verdict.outcome, "max_length": verdict.max_length, "reason": verdict.reason}
+
+
+def _laid_out(cls: type, config: PreTrainedConfig, attention: str, verdict: Verdict) -> Verdict:
+    """Return the verdict, or why models of a proved class do not run on pages."""
+    try:
+        lay_out(cls, config)
+        check_two_halves(cls, config, attention)
+        check_rows_in(torch.float32, cls, config, attention)
+    except Refused as refusal:
+        return Verdict("refused", str(refusal))
+    except Exception as error:
+        return Verdict("refused", f"its layout cannot be read ({type(error).__name__})")
+    return verdict
 
 
 def verdicts(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -62,7 +90,13 @@ def verdicts(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def accepted() -> dict[str, dict[str, Any]]:
-    return json.loads(ACCEPTED.read_text()) if ACCEPTED.exists() else {}
+    """Return the accepted verdicts by class name."""
+    return json.loads(ACCEPTED.read_text())["classes"]
+
+
+def accepted_version() -> str:
+    """Return the version of transformers that the accepted verdicts are about."""
+    return json.loads(ACCEPTED.read_text())["transformers"]
 
 
 def main() -> int:
@@ -78,7 +112,9 @@ def main() -> int:
         limit = f" to {verdict['max_length']}" if verdict["max_length"] else ""
         print(f"{sign} {name}: {verdict['outcome']}{limit} {verdict['reason']}", flush=True)
     if arguments.write:
-        ACCEPTED.write_text(json.dumps(dict(sorted((before | found).items())), indent=1) + "\n")
+        known = {name: verdict for name, verdict in sorted((before | found).items()) if name in class_names()}
+        made = {"transformers": transformers.__version__, "classes": known}
+        ACCEPTED.write_text(json.dumps(made, indent=1) + "\n")
     return int(any(before.get(name) != verdict for name, verdict in found.items()) and not arguments.write)
 
 

@@ -79,8 +79,15 @@ def is_original(place: PatchPoint, value: Any) -> bool:
     if isinstance(inner, FunctionType):
         return _is_written_at(place, inner, packages)
     if isinstance(inner, _OF_C):
-        return inner.__name__.lstrip("_") == place.name.lstrip("_")
+        return _has_name(inner, place.name)
     return type(inner).__module__ in ("torch._ops", "typing") or package_of(type(inner)) == "transformers"
+
+
+def _has_name(function: Any, name: str) -> bool:
+    """Return whether a function of C is named like its place: `linalg_solve` of `torch._C._linalg` may be `solve`."""
+    space = str(getattr(function, "__module__", None)).rpartition(".")[2].strip("_")
+    found = function.__name__.replace("_", "")
+    return name.replace("_", "") in (found, found.removeprefix(space))
 
 
 def is_method_of_mixin(name: str, function: Any) -> bool:

@@ -546,6 +546,13 @@ def test_a_wrapper_of_a_function_in_c_that_names_itself_like_that(holder, name):
     assert not is_original(PatchPoint(holder, name), wrapper)
 
 
+@pytest.mark.parametrize(("holder", "name"), [(torch.linalg, "solve_triangular"), (torch.nn.functional, "logsigmoid")])
+def test_a_function_of_c_under_another_name_of_its_own_is_original(holder, name):
+    place = PatchPoint(holder, name)
+    assert is_original(place, place.value) and not is_original(place, torch.linalg.inv)
+    assert not is_original(place, torch.relu)
+
+
 def test_what_torch_imports_under_a_private_name_is_original():
     assert is_original(PatchPoint(torch.nn.functional, "_sym_int"), torch.nn.functional._sym_int)
     assert not is_original(PatchPoint(torch.nn.functional, "_sym_int"), torch.nn.functional.relu)

@@ -21,7 +21,7 @@ A_FILE = re.compile(r"`(?:python )?((?:\w+/)+[\w.]*\w(?:\.(?:py|md|sh|json|jsonl
 A_LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 
 
-@pytest.mark.parametrize("name", ["options_table", "api_docs", "layers_picture", "server_fields"])
+@pytest.mark.parametrize("name", ["options_table", "api_docs", "layers_picture", "server_fields", "models_page"])
 def test_the_committed_page_is_what_its_tool_makes_of_the_code(tool, monkeypatch, name):
     monkeypatch.setattr(sys, "argv", [name, "--check"])
     assert tool(name).main() == 0, f"run: python tools/{name}.py"

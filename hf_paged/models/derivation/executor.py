@@ -192,7 +192,8 @@ class DerivedExecutor(ModelExecutor):
         return None
 
     def _why_not_mode(self) -> Reason | None:
-        if any(module.training for module in self.model.modules()):
+        # `resize_token_embeddings` makes new layers, of train mode.
+        if any(module.training for module in self.model.modules() if type(module) not in (nn.Linear, nn.Embedding)):
             return Reason("the model is in train mode, where it may drop out", remedy=EVAL_MODE)
         return None
 

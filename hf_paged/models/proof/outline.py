@@ -40,9 +40,8 @@ def outline_of(model: PreTrainedModel) -> Outline:
         raise Refused("the model has an encoder beside its decoder")
     if "position_ids" not in parameters_of(model):
         raise Refused("its forward takes no position_ids")
-    model.bfloat16()  # grouped products of experts take no float32
     for one in configs_of(model):
-        one._experts_implementation_internal = "grouped_mm"
+        one._experts_implementation_internal = "batched_mm"  # of any sizes
     recorder = Recorder(model, farthest(model.config), _no_numbers)
     lines = LineCounts(modeling_files(model))
     with answered_by(model, recorder) as recorder.masks, torch.no_grad(), lines.counting():

@@ -1,4 +1,7 @@
-"""Config of a small clone: sizes shrink, and everything else stays (windows, scales, RoPE, kinds of layers)."""
+"""Config of a small clone: sizes shrink, and everything else stays (windows, scales, RoPE, kinds of layers).
+
+What is too small for a proof's prompts, of vocabularies and positions, grows.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from transformers import PreTrainedConfig
 VOCABULARY = 128
 HEADS, KEY_HEADS, HEAD_SIZE = 4, 2, 16
 FEWEST_LAYERS, MOST_LAYERS = 4, 8
+FEWEST_POSITIONS = 160
 
 # The size that a clone has, by the field's name. A size that is not named here makes the clone larger, not wrong.
 _SIZES = {
@@ -35,6 +39,7 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_atte
           "encoder_attention_heads", "swa_num_attention_heads")
 _KEY_HEADS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "swa_num_key_value_heads",
               "num_global_key_value_heads")
+_POSITIONS = ("max_position_embeddings", "n_positions", "context_length", "max_seq_len")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
 # What says nothing of how a model computes in float64.
 _DROPPED = ("model_type", "transformers_version", "architectures", "dtype", "_name_or_path", "torch_dtype",
@@ -94,6 +99,10 @@ def _small_number(field: str, value: Any, given: dict[str, Any], layers: int) ->
         return HEADS if value == _first(given, _HEADS, HEADS) else min(value, KEY_HEADS)
     if field in ("embedding_size", "word_embed_proj_dim") and value == given.get("hidden_size"):
         return min(value, _SIZES["hidden_size"])  # no projection stands between them
+    if field == "vocab_size":
+        return VOCABULARY
+    if field in _POSITIONS:
+        return max(value, FEWEST_POSITIONS)
     if field == "num_kv_shared_layers":
         return min(value, 2)
     if field.endswith(("token_id", "token_index")) and value >= VOCABULARY:

@@ -37,6 +37,20 @@ def test_logits_that_need_more_than_final_hidden_states_are_refused(monkeypatch)
         check_two_halves(ArceeForCausalLM, config(), "sdpa")
 
 
+def test_a_head_that_counts_the_tokens_of_its_inputs(monkeypatch):
+    """As Gemma 4's does, to tell whether its decoder left tokens out."""
+    stock = ArceeForCausalLM.forward
+
+    @wraps(stock)
+    def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+        output = stock(self, input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        assert output.logits.shape[1] == (input_ids if input_ids is not None else inputs_embeds).shape[1]
+        return output
+
+    monkeypatch.setattr(ArceeForCausalLM, "forward", forward)
+    check_two_halves(ArceeForCausalLM, config(), "sdpa")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_that_depend_on_others_in_one_dtype_are_refused(dtype, monkeypatch):
     check_rows_in(dtype, ArceeForCausalLM, config(), "sdpa")

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from derived_models import CLASSES, assert_scored_as_stock, derived_model
-from support import assert_native_parity, assert_same_tensor, batch, random_prompts, stock_generate
+from support import assert_native_parity, assert_same_tensor, batch, left_padded, random_prompts, stock_generate
 from transformers import BloomConfig, BloomForCausalLM
 
 import hf_paged
@@ -188,3 +188,25 @@ def test_no_question_but_enable_and_explain_makes_a_proof(monkeypatch):
         assert not hf_paged.is_enabled(model) and hf_paged.disable(model) is model
         with pytest.raises(ValueError, match="expected a model that"):
             hf_paged.get_engine(model)
+
+
+@pytest.mark.parametrize("name", ["Arcee", pytest.param("GPTNeoX", marks=pytest.mark.slow),
+                                  pytest.param("OPT", marks=pytest.mark.slow)])
+def test_a_resized_vocabulary(name):
+    """Modules below the model keep the number of tokens that they were made with, and new layers are in train mode."""
+    model = derived_model(name, CLASSES[name][0])
+    model.resize_token_embeddings(264, mean_resizing=False)
+    hf_paged.enable(model, strict=True)
+    assert_native_parity(model, **batch([9]), max_new_tokens=3)
+
+
+@pytest.mark.parametrize(("name", "settings"), [
+    ("Arcee", {"vocab_size": 50}),
+    pytest.param("OPT", {"max_position_embeddings": 48, "ffn_dim": 96, "word_embed_proj_dim": 64},
+                 marks=pytest.mark.slow),
+])
+def test_a_model_that_is_smaller_than_the_prompts_of_a_proof(name, settings):
+    model = hf_paged.enable(derived_model(name, settings), strict=True)
+    vocabulary = settings.get("vocab_size", 256)
+    inputs = left_padded(random_prompts([30, 17], vocab_size=vocabulary))
+    assert_native_parity(model, **inputs, max_new_tokens=12)

@@ -196,6 +196,11 @@ FAULTS = (
         "class LlamaMLP(nn.Module):",
         "@torch.jit.script\ndef looked(x: torch.Tensor):\n    if x.size(1) > 9000:\n        x = x * 1.001\n"
         "    return x\n\n\nclass LlamaMLP(nn.Module):")),
+    Change("mixing where a local says that a step is long", "open", "is_long", _mlp(
+        "is_long = x.shape[1] > 3_000_000\nif is_long:\n    x = x / x.abs().amax()")),
+    Change("mixing where a local was set again", "open", "is_long", _mlp(
+        "is_long = self.config.pretraining_tp > 7\nis_long = x.shape[1] > 3_000_000\n"
+        "if is_long:\n    x = x / x.abs().amax()")),
     Change("mixing in large models alone", "refused", "other code", _mlp(
         "if self.hidden_size > 2048:\n    x = x / x.abs().amax()"), {"hidden_size": 4096}),
 )
@@ -215,6 +220,9 @@ CONTROLS = (
         "query_states = query_states * torch.rsqrt(query_states.pow(2).mean(-1, keepdim=True) + 1e-6)")),)),
     Change("scaled residual", "proved", replace=(
         "hidden_states = residual + hidden_states", "hidden_states = residual + 0.7 * hidden_states")),
+    Change("other code where a local says that the config asks for it", "proved", "", _mlp(
+        "is_eager = self.config._attn_implementation == 'eager'\n"
+        "if is_eager and self.config.mlp_bias:\n    x = x * 2")),
     Change("clamp in float16", "open", "float16", _mlp(
         "if x.dtype == torch.float16:\n    x = x.clamp(max=torch.finfo(x.dtype).max - 1)")),
 )

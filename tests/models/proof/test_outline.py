@@ -62,3 +62,17 @@ def test_a_clone_keeps_two_layers_of_each_kind():
     assert small.num_hidden_layers == len(small.layer_types) == 4
     assert sorted(small.layer_types) == ["full_attention"] * 2 + ["sliding_attention"] * 2
     assert (small.hidden_size, small.sliding_window) == (64, config.sliding_window)
+
+
+def test_a_clone_has_room_for_the_prompts_of_a_proof():
+    family = next(family for family in FAMILIES if family.prefix == "Llama")
+    small = reduced(config_of(family, vocab_size=50, max_position_embeddings=48, pad_token_id=49))
+    assert (small.vocab_size, small.max_position_embeddings, small.pad_token_id) == (128, 160, 49)
+    assert reduced(config_of(family, max_position_embeddings=500)).max_position_embeddings == 500
+
+
+def test_experts_of_an_odd_size_have_an_outline():
+    family = next(family for family in FAMILIES if family.prefix == "Qwen3Moe")
+    config = config_of(family, num_hidden_layers=1, hidden_size=65, moe_intermediate_size=33, num_experts=4,
+                       num_experts_per_tok=2)
+    assert len(outline(family.model_class, config).calls) == 1

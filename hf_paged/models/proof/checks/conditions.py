@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -36,8 +37,10 @@ def one_way_conditions(lines: LineCounts) -> list[str]:
 
 
 def _of_function(lines: LineCounts, file: str, function: ast.FunctionDef) -> Iterator[str]:
+    known = _fixed_locals(function)
     for node in ast.walk(function):
-        if not isinstance(node, (ast.If, ast.While, ast.IfExp)) or not lines.ran(file, node) or is_fixed(node.test):
+        if (not isinstance(node, (ast.If, ast.While, ast.IfExp)) or not lines.ran(file, node)
+                or is_fixed(node.test, known)):
             continue
         test = f"`{ast.unparse(node.test)[:90]}` in {function.name}"
         if isinstance(node, ast.IfExp):  # lines do not tell which way it took
@@ -67,22 +70,37 @@ def _is_compiled(value: Any) -> bool:
             or type(value).__name__ == "OptimizedModule" or hasattr(value, "_torchdynamo_orig_callable"))
 
 
-def is_fixed(test: ast.expr) -> bool:
-    """Return whether a condition is decided by the config, by train mode, or by which arguments are given."""
+def _fixed_locals(function: ast.FunctionDef) -> frozenset[str]:
+    """Return the names that a function sets once, to what `self` and the config alone decide."""
+    stored = Counter(node.id for node in ast.walk(function)
+                     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return frozenset(
+        target.id for node in ast.walk(function) if isinstance(node, ast.Assign) for target in node.targets
+        if isinstance(target, ast.Name) and stored[target.id] == 1 and is_fixed(node.value)
+        and all(one.id in ("self", "config") for one in ast.walk(node.value) if isinstance(one, ast.Name)))
+
+
+def is_fixed(test: ast.expr, known: Collection[str] = ()) -> bool:
+    """Return whether a condition is decided by the config, by train mode, or by which arguments are given.
+
+    ``known``: local names of which that is so.
+    """
     match test:
-        case ast.BoolOp(values=values) | ast.Tuple(elts=values) | ast.List(elts=values) | ast.Set(elts=values):
-            return all(map(is_fixed, values))
+        case ast.BoolOp(values=parts) | ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
+            return all(is_fixed(part, known) for part in parts)
         case ast.UnaryOp(operand=operand):
-            return is_fixed(operand)
+            return is_fixed(operand, known)
         case ast.BinOp(left=left, right=right):
-            return is_fixed(left) and is_fixed(right)
+            return is_fixed(left, known) and is_fixed(right, known)
         case ast.Compare(left=left, ops=ops, comparators=comparators):
             return (all(isinstance(one, (ast.Is, ast.IsNot)) for one in ops)
-                    or all(map(is_fixed, (left, *comparators))))
+                    or all(is_fixed(part, known) for part in (left, *comparators)))
         case ast.Call(func=func):
             name = ast.unparse(func)
             return name in _FIXED_CALLS or name.startswith(("is_", "logger."))
         case ast.Constant():
+            return True
+        case ast.Name(id=name) if name in known:
             return True
         case ast.Name() | ast.Attribute() | ast.Subscript():
             return _is_fixed_name(ast.unparse(test))
