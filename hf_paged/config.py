@@ -82,7 +82,8 @@ class PagedConfig:
             is refused.
         warmup: what an engine does on a GPU before its first request. False: nothing. True: load the kernels that
             earlier processes of this model and config needed. "full": also compile the kernels of steps of all sizes
-            and of options that clients of an OpenAI API send, and capture the graphs of decode steps.
+            and of options that clients of an OpenAI API send, and capture the graphs of decode steps and of steps that
+            earlier processes repeated.
         overlap: schedule step n + 1 while step n runs. None: True on CUDA, False on a CPU (where it gains nothing).
 
     Raises:

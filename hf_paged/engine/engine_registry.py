@@ -21,8 +21,8 @@ from hf_paged.engine.structured.form_compilers import COMPILERS
 from hf_paged.models import paged_calls
 from hf_paged.process_lock import ProcessLock
 
-# Python 3.12 starts with some hundred frozen objects of its own; a program that freezes its heap has 100,000 and more.
-_FROZEN_BY_PYTHON = 10_000
+# Python 3.12 starts with some hundred frozen objects of its own; the heap of the smallest program has thousands.
+_FROZEN_BY_PYTHON = 1_000
 Maker = Callable[[Any], Observer]  # makes the observer of an engine
 
 _lock = ProcessLock()  # held for a moment only: never while an engine's lock is waited for

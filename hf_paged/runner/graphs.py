@@ -421,15 +421,19 @@ class StepGraphs:
     def capture_ahead(self, shapes: Iterable[StepShape]) -> None:
         """Capture steps of these shapes on padding alone, which writes nothing, as far as padding has them.
 
-        For an engine that is prepared and idle. The largest graph comes first, so that the others fit in its memory.
-        Steps that edit logits, or whose rows name adapters, are left out: what they read has no place yet.
+        For an engine that is prepared and idle. Steps of decode rows come first, the largest before others, which fit
+        in its memory; where memory is short, the rest is left to requests. Steps that edit logits, or whose rows name
+        adapters, are left out: what they read has no place yet.
         """
         self._drop_if_moved()
-        for shape in sorted(shapes, key=lambda shape: (shape.rows + shape.tokens, shape.rows), reverse=True):
+        for shape in sorted(shapes, key=lambda shape: (shape.tokens > 0, -shape.rows - shape.tokens)):
             if shape.stages <= {FILTERS} and not shape.named and self._key(shape) not in self._captured:
                 arrays = self.steps.padding_of(shape)
                 if arrays is not None:
                     self._run(partial(self.steps.run, shape), Padded(shape, arrays), captures=True)
+                    if self._captured.get(key := self._key(shape)) is None:
+                        self._captured.pop(key, None)
+                        return
 
     def decode_shapes(self, most_rows: int, stages: frozenset[str] = frozenset()) -> list[StepShape]:
         """Return the shapes that sample up to so many decode rows; ``stages`` as in `RequestState.stages`."""

@@ -32,6 +32,7 @@ from hf_paged.runner.step_shape import GroupedTiles, StepShape
 _FORMAT = 1
 _MOST_BYTES = 4 << 20
 _MOST_ENTRIES = 512  # of variants, and of shapes
+_MOST_REPEATED = 64
 _IDLE_S = 10.0
 # Fields of PagedConfig that decide which kernels and shapes there are.
 _FIELDS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "group_prefixes", "enforce_eager",
@@ -86,8 +87,9 @@ class Manifest:
             write_whole(self._path, json.dumps(found))
 
     def repeated(self) -> list[StepShape]:
-        """Return shapes of steps that earlier processes ran often enough to capture them."""
-        return [shape for shape, number in self.shapes.items() if number > shape.num_first_runs]
+        """Return the steps that earlier processes repeated often enough to capture them, the most frequent first."""
+        by_uses = Counter(self.shapes).most_common()
+        return [shape for shape, number in by_uses if number > shape.num_first_runs][:_MOST_REPEATED]
 
     def has_news(self) -> bool:
         """Return whether `save` would write."""
@@ -99,7 +101,7 @@ class Manifest:
         return [record for record in reversed(kernel_log.variants()) if record not in known]
 
     def _extent(self) -> tuple[int, int]:
-        return len(self._own_variants()), len(dict(self.uses).keys() - self.shapes.keys())
+        return len(self._own_variants()), self.uses.total()
 
 
 class IdleSaver:

@@ -29,7 +29,7 @@ from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.runner.request_state import RequestState
 from hf_paged.runner.step_shape import GroupedTiles, StepShape
-from hf_paged.sampling.log_probs import shape_of
+from hf_paged.sampling.log_probs import LOGPROBS, TOPS, shape_of
 from hf_paged.sampling.token_mask import TokenMasks
 from hf_paged.scheduler import StepPlan
 from hf_paged.scheduler.plan import MOST_GUESSING_ROWS
@@ -62,8 +62,10 @@ class Drawn(NamedTuple):
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Return padded batch sizes: 1, 2, 4, 8, then steps of an eighth to a quarter of the size, since each is a graph
-    that the first run of a batch of that size captures."""
+    """Return padded batch sizes: 1, 2, 4, 8, then steps of 8, and from 64 on of a quarter to an eighth of the size.
+
+    They are few, since each is a graph that some first run captures.
+    """
     sizes, size = [1, 2, 4], 8
     while size < max_num_seqs:
         sizes.append(size)
@@ -185,11 +187,27 @@ class PaddedSteps:
 
     def padding_of(self, shape: StepShape) -> tuple[np.ndarray, ...] | None:
         """Return the arrays of a step of this shape that has no real row; None if it reads shared prefixes, or the
-        logits of another step."""
-        if shape.tiles is not None or shape.decode_tiles is not None or shape.kind == "masked":
+        logits of another step, or if no step of this engine has the shape."""
+        if shape.tiles is not None or shape.decode_tiles is not None or not self._has(shape):
             return None
         rows = self._padding_inputs(shape.rows) if shape.rows else ()
         return rows + (self._padding_prompts(shape.tokens, shape.prompts) if shape.tokens else ())
+
+    def _has(self, shape: StepShape) -> bool:
+        """Return whether steps have this kind, these sizes and these log-probabilities; not for ``masked`` steps."""
+        prompts = shape.tokens in self.prompt_sizes and shape.prompts in {
+            self._prompt_rows(count, shape.tokens) for count in (1, _FEW_PROMPT_ROWS + 1)}
+        match shape.kind:
+            case "decode" | "logits" | "undrawn":
+                has_sizes = shape.rows in self.decode_sizes or shape.rows in GUESSING_SIZES
+                has_sizes &= shape.tokens == shape.prompts == 0
+            case "prompts" | "prompt_logits":
+                has_sizes = prompts and shape.rows == 0
+            case "mixed":
+                has_sizes = prompts and shape.tokens >= _MIXED_TOKENS and shape.rows in self._mixed_sizes
+            case _:
+                has_sizes = False
+        return has_sizes and {*shape.scored} <= {*LOGPROBS, *TOPS}
 
     def _padding_inputs(self, size: int) -> tuple[np.ndarray, ...]:
         """Return `decode_inputs` without a real row."""

@@ -194,7 +194,7 @@ def test_rank_0_rehearses_before_the_others_come(tiny_path, monkeypatch):
         is_rehearsed.set()
 
     def late(self, device, store=None):
-        is_rehearsed.wait(60)
+        assert is_rehearsed.wait(60)
         meet(self, device, store)
 
     made = []

@@ -329,8 +329,31 @@ def test_shapes_that_padding_does_not_have_are_not_captured_ahead(runner, monkey
         StepShape("decode", rows=2, tiles=tiles), StepShape("mixed", rows=2, **PROMPTS, decode_tiles=tiles),
         StepShape("masked", rows=2), StepShape("decode", rows=2, named=True),
         StepShape("decode", rows=2, stages=frozenset({"bad_words"})),
+        # of a file that is damaged, or of an engine with other sizes
+        *(StepShape("decode", rows=rows) for rows in (-1, 0, 3, 200)), StepShape("decode", rows=2, tokens=16),
+        StepShape("decode", rows=2, scored=("nonsense",)), StepShape("prompts", tokens=17, prompts=8),
+        StepShape("prompts", tokens=16, prompts=200), StepShape("mixed", rows=200, tokens=1024, prompts=8),
+        *(StepShape(kind, rows=2) for kind in ("nonsense", "run", "use_slots")),
     ])
     assert not device.ran and not graphs._captured
+
+
+def test_where_memory_is_short_the_rest_is_left_to_requests(runner, monkeypatch):
+    """Steps of decode rows come first, the largest before others; what failed is tried again by a request."""
+    graphs = steps_on(device := Device(), runner, monkeypatch)
+    shapes = [StepShape("prompts", tokens=16, prompts=8), *(StepShape("decode", rows=rows) for rows in (1, 4, 8, 2))]
+
+    def run(shape, *arrays):
+        if device.recorded is not None:
+            if shape.rows == 2:
+                raise NO_MEMORY
+            device.recorded.step = shape, arrays, torch.zeros(2)
+        return torch.zeros(2)
+
+    graphs.steps.run = run
+    graphs.capture_ahead(shapes)
+    assert [shape.rows for shape in graphs._captured] == [8, 4]
+    assert None not in graphs._captured.values()
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -24,13 +24,17 @@ from hf_paged.device.cuda import num_cores
 from hf_paged.kernels.build import kernel_log
 from hf_paged.kernels.build.compile_process import cache_folder, compile_elsewhere, compile_once
 from hf_paged.kernels.build.variants import launch_of, record_of
-from hf_paged.process_lock import once_a_process
+from hf_paged.process_lock import ProcessLock, once_a_process
 
 try:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 except ImportError:
     driver, JITFunction = None, object
+try:
+    from triton.runtime.jit import JITCallable  # also functions that run while a kernel is compiled
+except ImportError:  # an older Triton, or none
+    JITCallable = JITFunction
 try:
     from triton.runtime._async_compile import FutureKernel, active_mode
 except ImportError:  # an older Triton, or none: every kernel is compiled at its first launch
@@ -261,6 +265,10 @@ def _submits_to(mode: _Watch | _LaunchesNothing) -> Iterator[None]:
         active_mode.set(before)
 
 
+_hashing = ProcessLock()  # while a thread hashes a function, its hash in the eyes of others is none that can be used
+_being_hashed: set[Any] = set()
+
+
 class _Noted:
     """A kernel of Triton that dry runs do not launch. It fuses products and sums unless its launch says otherwise.
 
@@ -268,7 +276,6 @@ class _Noted:
     """
 
     _compile: Callable[..., Any]
-    _hash_lock: AbstractContextManager[Any]
     hash: str | None
     fn: Callable[..., Any]
 
@@ -288,9 +295,9 @@ class _Noted:
         3.6 misses constants of called functions that were not hashed before, so that the key would depend on the order
         in which a process needs its kernels: here they are hashed first.
         """
-        with self._hash_lock:
+        with _hashing.rlock:
             if self.hash is None:
-                _hash_called(self.fn, set())
+                _hash_called(self.fn)
             return super().cache_key  # type: ignore[misc]
 
     def _pack_args(self, *args: Any) -> Any:
@@ -310,19 +317,19 @@ class _Noted:
         return super().__getitem__(grid) if dry_run is None else partial(dry_run.launch, self, grid)  # type: ignore[misc]
 
 
-def _hash_called(function: Any, known: set[Any]) -> None:
-    """Hash the functions of Triton that a function calls, by names alone or as attributes of modules, inner ones first.
-
-    Args:
-        known: functions that are or will be hashed.
-    """
-    known.add(function)
-    names = function.__code__.co_names
-    for found in map(function.__globals__.get, names):
-        for called in [getattr(found, name, None) for name in names] if isinstance(found, ModuleType) else [found]:
-            if isinstance(called, JITFunction) and called.hash is None and called.fn not in known:
-                _hash_called(called.fn, known)
+def _hash_called(function: Any) -> None:
+    """Hash the functions of Triton that a function calls, inner ones first. `_hashing` is held."""
+    if function in _being_hashed:  # they call each other
+        return
+    _being_hashed.add(function)
+    try:
+        for called in map(function.__globals__.get, function.__code__.co_names):
+            if isinstance(called, JITCallable):
+                if not isinstance(called, _Noted):
+                    _hash_called(called.fn)
                 called.cache_key  # noqa: B018
+    finally:
+        _being_hashed.discard(function)
 
 
 def noted(kernel: Any) -> Any:

@@ -66,18 +66,19 @@ class LineCounts:
         return self.counts[file, node.lineno]
 
     def lengths(self) -> set[int]:
-        """Return literals that may be lengths: in functions that ran, in `__init__`s and at the level of the file."""
+        """Return literals that may be lengths: in functions that ran, in `__init__`s, and in classes and the file."""
         values: set[Any] = {node.value for file in self.files for part in self._read(file) for node in ast.walk(part)
                             if isinstance(node, ast.Constant)}
         return {int(value) for value in values if is_length(value)}
 
     def _read(self, file: str) -> Iterator[ast.AST]:
         tree = parsed(file)
-        yield from (node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign)))
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and (
+            if isinstance(node, (ast.Module, ast.ClassDef)):
+                yield from (inner for inner in node.body if isinstance(inner, (ast.Assign, ast.AnnAssign)))
+            elif isinstance(node, ast.FunctionDef) and (
                     node.name == "__init__" or any(self.ran(file, line) for line in node.body)):
-                yield from node.body
+                yield from (*node.body, *node.args.defaults, *filter(None, node.args.kw_defaults))
 
 
 @functools.lru_cache(maxsize=16)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 
 import pytest
 
 jit = pytest.importorskip("triton.runtime.jit")
 
+CYCLE = """
+
+def lid(x):
+    return box(x).lid
+
+def box(x):
+    return lid(x) * HEIGHT
+
+lid, box = Kernel(lid), Kernel(box)
+"""
 SOURCE = """
 import triton.language as tl
 from triton.runtime.jit import JITFunction
@@ -47,14 +59,19 @@ def version(request, monkeypatch):
 
 def keys(tmp_path, order, height=5):
     """Keys of new kernels, whose first use is in this order."""
-    path = tmp_path / "some_kernels.py"
-    path.write_text(SOURCE.format(height=height))
-    spec = importlib.util.spec_from_file_location("some_kernels", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = made(tmp_path, SOURCE.format(height=height))
     found = {name: getattr(module, name).cache_key for name in order}
     assert found == {name: getattr(module, name).cache_key for name in order}
     return found
+
+
+def made(tmp_path, source):
+    path = tmp_path / "some_kernels.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("some_kernels", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_order_of_first_uses_is_not_in_the_key(tmp_path, version):
@@ -65,3 +82,28 @@ def test_the_order_of_first_uses_is_not_in_the_key(tmp_path, version):
 def test_a_constant_of_a_called_function_is_in_the_key(tmp_path, version):
     first, second = keys(tmp_path, NAMES[::-1]), keys(tmp_path, NAMES[::-1], height=6)
     assert not set(first.values()) & set(second.values())
+
+
+def test_threads_that_hash_at_once_come_to_the_same_key(tmp_path, version, monkeypatch):
+    """None takes a function that another one is hashing for one that is hashed."""
+    expected, parse = keys(tmp_path, NAMES), jit.JITCallable.parse
+
+    def slowly(self):
+        time.sleep(0.02)
+        return parse(self)
+
+    monkeypatch.setattr(jit.JITCallable, "parse", slowly)
+    for order in (NAMES, NAMES[::-1]):
+        module = made(tmp_path, SOURCE.format(height=5))
+        with ThreadPoolExecutor(3) as pool:
+            found = dict(zip(order, pool.map(lambda name, module=module: getattr(module, name).cache_key, order),
+                             strict=True))
+        assert found == expected
+
+
+@pytest.mark.parametrize("names", [("box", "lid"), ("lid", "box")])
+def test_functions_that_name_each_other_have_keys(tmp_path, version, names):
+    """An attribute may have a function's name."""
+    module = made(tmp_path, SOURCE.format(height=5) + CYCLE)
+    with ThreadPoolExecutor(2) as pool:
+        assert len(set(pool.map(lambda name: getattr(module, name).cache_key, names))) == 2

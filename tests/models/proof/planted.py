@@ -201,6 +201,14 @@ FAULTS = (
     Change("mixing where a local was set again", "open", "is_long", _mlp(
         "is_long = self.config.pretraining_tp > 7\nis_long = x.shape[1] > 3_000_000\n"
         "if is_long:\n    x = x / x.abs().amax()")),
+    Change("compiled code that modules hold", "open", "looked is compiled", (
+        (MLP_INIT, _code("self.looked = looked")), *_mlp("x = self.looked(x)")), replace=(
+        "class LlamaMLP(nn.Module):",
+        "@torch.jit.script\ndef looked(x: torch.Tensor):\n    if x.size(1) > 9000:\n        x = x * 1.001\n"
+        "    return x\n\n\nclass LlamaMLP(nn.Module):")),
+    Change("steps of just as many tokens as a class says", "refused", "3000 tokens", _mlp(
+        "x = x * (1 + 0.1 * (x.shape[1] % self.LIMIT == 0))"), replace=(
+        "class LlamaMLP(nn.Module):", "class LlamaMLP(nn.Module):\n    LIMIT = 3000\n")),
     Change("mixing in large models alone", "refused", "other code", _mlp(
         "if self.hidden_size > 2048:\n    x = x / x.abs().amax()"), {"hidden_size": 4096}),
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from hf_paged.models.proof.line_counts import LineCounts, parsed
 
 # Conditions that were read, and found to change no logits of a packed step, by a part of their text.
 _HARMLESS = (
-    "expert_idx == self.num_experts", "n_rep == 1", "is_cross_attention", "layer_type is None", "theta",
-    "kwargs.get(", "i == self.first_kv_shared_layer_idx",
+    "x.device.type != 'mps'", "expert_idx == self.num_experts", "n_rep == 1", "is_cross_attention",
+    "layer_type is None", "theta", "kwargs.get(", "i == self.first_kv_shared_layer_idx",
     "hidden_states.shape[1] == (input_ids if input_ids is not None else inputs_embeds).shape[1]",
 )
 # Arguments of a forward: which of them are given is the same in every step.
@@ -54,20 +55,27 @@ def _of_function(lines: LineCounts, file: str, function: ast.FunctionDef) -> Ite
 
 def unseen_code(lines: LineCounts, model: nn.Module) -> list[str]:
     """Return the functions and modules of compilers whose lines are not counted, each as a sentence's part."""
-    found = {f"{type(module).__name__} is compiled, so that its conditions are not seen" for module in model.modules()
-             if _is_compiled(module)}
-    for file in lines.files:
-        module = next((one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == file), None)
-        compiled = {name for name, value in vars(module).items() if _is_compiled(value)} if module else set()
-        found |= {f"{node.id} is compiled, so that its conditions are not seen" for node in ast.walk(parsed(file))
-                  if compiled and isinstance(node, ast.Name) and node.id in compiled and lines.ran(file, node)}
-    return sorted(found)
+    spaces: list[Mapping[str, Any]] = [
+        vars(module) for module in list(sys.modules.values()) if getattr(module, "__file__", None) in lines.files]
+    for module in model.modules():
+        spaces += [{type(module).__name__: module}, vars(module), *map(vars, type(module).__mro__)]
+    found = {name for space in spaces for name, value in list(space.items()) if any(map(_is_compiled, _held(value)))}
+    return [f"{name} is compiled, so that its conditions are not seen" for name in sorted(found)]
+
+
+def _held(value: Any) -> Collection[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, (list, tuple, set)) else [value]
 
 
 def _is_compiled(value: Any) -> bool:
-    # torch._dynamo takes seconds to import.
-    return (isinstance(value, (torch.jit.ScriptFunction, torch.jit.ScriptModule))
-            or type(value).__name__ == "OptimizedModule" or hasattr(value, "_torchdynamo_orig_callable"))
+    if isinstance(value, nn.Module):  # torch._dynamo takes seconds to import
+        return (isinstance(value, torch.jit.ScriptModule) or type(value).__name__ == "OptimizedModule"
+                or value._compiled_call_impl is not None)
+    if isinstance(value, FunctionType):  # `torch.compiler.disable` makes one, too, that runs as it stands
+        return "_torchdynamo_orig_callable" in vars(value) and not vars(value).get("_torchdynamo_disable")
+    return isinstance(value, torch.jit.ScriptFunction)
 
 
 def _fixed_locals(function: ast.FunctionDef) -> frozenset[str]:
