@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from derived_models import derived_model
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config
+from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM, Qwen3Config
 
 import hf_paged
 from hf_paged import PagedGenerator
@@ -61,12 +61,13 @@ def test_the_memory_is_what_a_generator_takes(capsys, config_alone):
 
 
 def test_a_model_that_no_engine_runs(capsys, tmp_path):
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64)).config.save_pretrained(tmp_path)
+    GPTNeoForCausalLM(GPTNeoConfig(num_layers=1, hidden_size=32, num_heads=2, vocab_size=64,
+                                   attention_types=[[["global"], 1]])).config.save_pretrained(tmp_path)
     status, report = checked(capsys, tmp_path)
     assert status == 1 and report["layers"] == "stock" and report["memory"] is None
     assert {call["path"] for call in report["calls"].values()} == {"stock"}
     assert main(["check", str(tmp_path), "--device", "cpu"]) == 1
-    assert "GPT2LMHeadModel is not proved to run on the paged engine" in capsys.readouterr().out
+    assert "GPTNeoForCausalLM is not proved to run on the paged engine" in capsys.readouterr().out
 
 
 def test_a_model_that_a_proof_lets_run(capsys, tmp_path):

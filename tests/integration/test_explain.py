@@ -27,8 +27,8 @@ from support import (
 from test_generate_fallbacks import BAD_CALLS, AddToOneToken
 from transformers import (
     DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     Qwen3ForCausalLM,
@@ -267,9 +267,10 @@ def test_without_inputs_a_prompt_of_one_token_stands_in():
 
 
 def test_a_class_that_is_not_supported():
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=32))
+    model = GPTNeoForCausalLM(GPTNeoConfig(num_layers=1, num_heads=2, hidden_size=8, vocab_size=32,
+                                           attention_types=[[["global"], 1]]))
     explained = hf_paged.explain(model, input_ids=torch.tensor([[3]]))
-    assert explained.path == "stock" and "GPT2LMHeadModel" in explained.reasons[0]
+    assert explained.path == "stock" and "GPTNeoForCausalLM" in explained.reasons[0]
     assert "Qwen3ForCausalLM" in explained.remedies[0]
     with pytest.raises(hf_paged.UnsupportedModelError, match="Linear"):
         hf_paged.explain(torch.nn.Linear(2, 2))

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 from support import assert_same_tensor, batch, random_prompts, stock_generate, tiny_model
-from transformers import GenerationConfig, GenerationMixin, GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM, pipeline
+from transformers import GenerationConfig, GenerationMixin, GPTNeoConfig, GPTNeoForCausalLM, Qwen3ForCausalLM, pipeline
 
 import hf_paged
 from hf_paged.integration import enable as enable_module
@@ -128,20 +128,22 @@ def test_models_enabled_by_hand_keep_their_engine():
 
 def test_other_models_stay_stock():
     with torch.random.fork_rng():
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=64)).eval()
+        model = GPTNeoForCausalLM(GPTNeoConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2,
+                                               attention_types=[[["global"], 1]])).eval()
     ids = torch.tensor([[3, 4, 5]])
     expected = model.generate(ids, max_new_tokens=4, pad_token_id=0)
     hf_paged.install()
     assert_same_tensor(model.generate(ids, max_new_tokens=4, pad_token_id=0), expected)
-    assert type(model) is GPT2LMHeadModel
+    assert type(model) is GPTNeoForCausalLM
     assert not hf_paged.is_enabled(model)
 
 
 def test_a_class_that_is_not_supported_is_named_once():
     """At the line that called, and anew after another `install`."""
-    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    config = GPTNeoConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2,
+                          attention_types=[[["global"], 1]])
     with torch.random.fork_rng():
-        models = [GPT2LMHeadModel(config).eval() for _ in range(2)]
+        models = [GPTNeoForCausalLM(config).eval() for _ in range(2)]
     for _ in range(2):
         hf_paged.install()
         with warnings.catch_warnings(record=True) as caught:
@@ -149,7 +151,7 @@ def test_a_class_that_is_not_supported_is_named_once():
             for model in models * 2:
                 model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, pad_token_id=0)
         [warned] = [w for w in caught if w.category is hf_paged.FallbackWarning]
-        assert "GPT2LMHeadModel is not proved to run on the paged engine" in str(warned.message)
+        assert "GPTNeoForCausalLM is not proved to run on the paged engine" in str(warned.message)
         assert "Qwen3ForCausalLM" in str(warned.message) and warned.filename == __file__
         hf_paged.uninstall()
 

@@ -102,9 +102,10 @@ def test_plain_forward_and_training_are_stocks(variant):
 
 
 def test_every_family_is_named_where_a_model_is_refused():
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=10))
+    model = GPTNeoForCausalLM(GPTNeoConfig(num_layers=1, num_heads=1, hidden_size=8, vocab_size=10,
+                                           attention_types=[[["global"], 1]]))
     with pytest.raises(hf_paged.UnsupportedModelError) as error:
         hf_paged.enable(model)
     for family in FAMILIES_KNOWN:
