@@ -9,6 +9,7 @@ Triton's keys and nothing is compiled.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -84,6 +85,7 @@ if __name__ == "__main__":
         except BaseException:
             traceback.print_exc()
             os._exit(1)
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

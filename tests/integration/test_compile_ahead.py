@@ -55,7 +55,7 @@ def test_an_engine_finds_every_kernel_on_the_disk(tmp_path):
     compiled, loaded = served["counts"]
     assert compiled == 0 and loaded > 20
     assert served["known"] > 20 and served["missing"] == 0
-    assert " kernels compiled and 0 found in " in said and "not covered: adapters" in said
+    assert " kernels compiled, " in said and "not covered: adapters" in said
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
