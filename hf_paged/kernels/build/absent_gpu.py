@@ -191,7 +191,7 @@ class CountsAsGpu(TorchFunctionMode):
             return func(*args, **kwargs)
         zeros = self._zeros.get(made.dtype)
         if zeros is None or len(zeros) < made.numel():
-            zeros = self._zeros[made.dtype] = torch.zeros(made.numel(), dtype=made.dtype)
+            zeros = self._zeros[made.dtype] = torch.zeros(made.numel(), dtype=made.dtype, device=_HOST)
         return zeros[: made.numel()].view(made.shape)
 
 

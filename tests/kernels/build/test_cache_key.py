@@ -66,7 +66,7 @@ def keys(tmp_path, order, height=5):
 
 
 def made(tmp_path, source):
-    path = tmp_path / "some_kernels.py"
+    path = tmp_path / f"kernels_{len(list(tmp_path.iterdir()))}.py"  # its compiled code must not be another one's
     path.write_text(source)
     spec = importlib.util.spec_from_file_location("some_kernels", path)
     module = importlib.util.module_from_spec(spec)
