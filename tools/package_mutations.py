@@ -1141,7 +1141,7 @@ MISSING_KERNELS = [
                     "engine/test_engine_warm_up.py", "ready_engine"),
     PackageMutation("runner/manifest.py", "if number > shape.num_first_runs][", "if number][",
                     "runner/test_manifest.py", "repeated"),
-    PackageMutation("runner/graphs.py", "if shape.stages <= {FILTERS} and not shape.named and", "if",
+    PackageMutation("runner/graphs.py", "shape.stages <= {FILTERS} and not shape.named\n", "True\n",
                     "runner/test_first_uses.py", "padding_does_not_have"),
     PackageMutation("kernels/build/compiling.py", "                _hash_called(self.fn)\n", "                pass\n",
                     "kernels/build/test_cache_key.py", "order"),

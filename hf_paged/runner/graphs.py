@@ -427,13 +427,13 @@ class StepGraphs:
         """
         self._drop_if_moved()
         for shape in sorted(shapes, key=lambda shape: (shape.tokens > 0, -shape.rows - shape.tokens)):
-            if shape.stages <= {FILTERS} and not shape.named and self._key(shape) not in self._captured:
-                arrays = self.steps.padding_of(shape)
-                if arrays is not None:
-                    self._run(partial(self.steps.run, shape), Padded(shape, arrays), captures=True)
-                    if self._captured.get(key := self._key(shape)) is None:
-                        self._captured.pop(key, None)
-                        return
+            has_place = shape.stages <= {FILTERS} and not shape.named
+            if not has_place or self._key(shape) in self._captured or (arrays := self.steps.padding_of(shape)) is None:
+                continue
+            self._run(partial(self.steps.run, shape), Padded(shape, arrays), captures=True)
+            if self._captured.get(key := self._key(shape)) is None:  # the run may have changed the key
+                self._captured.pop(key, None)
+                return
 
     def decode_shapes(self, most_rows: int, stages: frozenset[str] = frozenset()) -> list[StepShape]:
         """Return the shapes that sample up to so many decode rows; ``stages`` as in `RequestState.stages`."""

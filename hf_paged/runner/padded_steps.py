@@ -195,16 +195,16 @@ class PaddedSteps:
 
     def _has(self, shape: StepShape) -> bool:
         """Return whether steps have this kind, these sizes and these log-probabilities; not for ``masked`` steps."""
-        prompts = shape.tokens in self.prompt_sizes and shape.prompts in {
+        has_prompts = shape.tokens in self.prompt_sizes and shape.prompts in {
             self._prompt_rows(count, shape.tokens) for count in (1, _FEW_PROMPT_ROWS + 1)}
         match shape.kind:
             case "decode" | "logits" | "undrawn":
-                has_sizes = shape.rows in self.decode_sizes or shape.rows in GUESSING_SIZES
-                has_sizes &= shape.tokens == shape.prompts == 0
+                has_rows = shape.rows in self.decode_sizes or shape.rows in GUESSING_SIZES
+                has_sizes = has_rows and shape.tokens == shape.prompts == 0
             case "prompts" | "prompt_logits":
-                has_sizes = prompts and shape.rows == 0
+                has_sizes = has_prompts and shape.rows == 0
             case "mixed":
-                has_sizes = prompts and shape.tokens >= _MIXED_TOKENS and shape.rows in self._mixed_sizes
+                has_sizes = has_prompts and shape.tokens >= _MIXED_TOKENS and shape.rows in self._mixed_sizes
             case _:
                 has_sizes = False
         return has_sizes and {*shape.scored} <= {*LOGPROBS, *TOPS}
