@@ -32,6 +32,10 @@ class ProcessLock:
     def is_held_here(self) -> bool:
         return self.rlock._is_owned()  # type: ignore[attr-defined]  # which threading.Condition asks, too
 
+    def take(self, seconds: float) -> None:
+        """Acquire the lock if it becomes free within ``seconds``; `is_held_here` tells."""
+        self.rlock.acquire(timeout=seconds)
+
     def renew(self) -> None:
         """Replace the lock, which a thread of the parent may hold, unless this thread holds it."""
         if not self.is_held_here():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import signal
@@ -40,6 +41,7 @@ def in_child(check):
     sys.stdout.flush()
     if (pid := os.fork()) == 0:
         status = 1
+        faulthandler.dump_traceback_later(DEADLINE_S - 5.0)  # says where a child hangs
         try:
             check()
             status = 0
@@ -300,6 +302,40 @@ def case_ranks():
 def current(lock):
     """What has to be taken of a lock of ours in this process."""
     return lock.condition if isinstance(lock, ProcessCondition) else lock.rlock
+
+
+def case_steps():
+    """A fork waits for another thread's step, in whose middle libraries hold locks, but for no step that hangs."""
+    model = hf_paged.enable(tiny_model(), strict=True)
+    engine = hf_paged.get_engine(model)
+    inside, threads, moments = threading.Event(), [], []
+
+    def step(seconds):
+        with engine.lock_for_fork.rlock:
+            moments.append("step")
+            inside.set()
+            time.sleep(seconds)
+            moments.append("end of step")
+
+    def check(expected):
+        assert moments == expected, moments
+        native(model)
+        assert_idle(model)
+
+    results = []
+    for seconds, expected in (0.3, ["step", "end of step"]), (3.0, ["step"]):
+        moments.clear()
+        inside.clear()
+        threads.append(threading.Thread(target=step, args=(seconds,)))
+        threads[-1].start()
+        inside.wait()
+        begun = time.monotonic()
+        results.append(in_child(lambda expected=expected: check(expected)))
+        assert time.monotonic() - begun < 3.0
+    for thread in threads:
+        thread.join()
+    native(model)  # the parent's lock is free again
+    return results
 
 
 def case_locks():

@@ -127,6 +127,10 @@ def test_every_lock_is_renewed_in_the_child_or_said_to_be_safe():
     _run("locks")
 
 
+def test_a_fork_waits_for_the_step_of_another_thread():
+    _run("steps")
+
+
 WHOLE = ["generic", "lockstep", "generic_lockstep", "generate_batch", "running_manager", "streamer",
          "streamer_in_lockstep"]
 

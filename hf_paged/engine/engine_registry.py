@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,7 @@ from hf_paged.process_lock import ProcessLock
 
 # Python 3.12 starts with some hundred frozen objects of its own; the heap of the smallest program has thousands.
 _FROZEN_BY_PYTHON = 1_000
+_FORK_PATIENCE = 1.0  # the most seconds that a fork waits for the steps of other threads
 Maker = Callable[[Any], Observer]  # makes the observer of an engine
 
 _lock = ProcessLock()  # held for a moment only: never while an engine's lock is waited for
@@ -30,6 +33,7 @@ _engines: weakref.WeakSet[Any] = weakref.WeakSet()
 _makers: list[Maker] = []
 _busy: set[int] = set()  # ids of the holds of busy engines
 _is_frozen = False
+_fork = threading.local()  # locks: what `_wait_for_steps` took for a fork of this thread
 
 
 def register(engine: Any) -> None:
@@ -93,6 +97,32 @@ class HeapHold:
             self.note(False)
 
 
+def _wait_for_steps() -> None:
+    """Let no other thread be inside of a step at a fork, nor change a matcher: the child would keep it half done.
+
+    Libraries have locks of their own. MKL's, around its buffers, would stay taken in the child, whose first product
+    would wait for ever. A step that takes longer than ``_FORK_PATIENCE`` is not waited for.
+    """
+    _fork.locks, deadline = [], time.monotonic() + _FORK_PATIENCE
+    _lock.take(_FORK_PATIENCE)
+    engines = sorted(_engines, key=id)  # two threads that fork take the locks in the same order
+    if _lock.is_held_here():
+        _lock.rlock.release()
+    for engine in engines:
+        lock = engine.lock_for_fork
+        if lock is not None and not lock.is_held_here():  # else this thread releases it itself
+            _fork.locks.append(lock)
+            lock.take(max(0.0, deadline - time.monotonic()))
+    mask_maker.wait_for_all()
+
+
+def _let_steps_go_on() -> None:
+    for lock in _fork.locks:
+        if lock.is_held_here():
+            lock.rlock.release()
+    _fork.locks = []
+
+
 def _start_over_in_child() -> None:
     """Drop threads, processes and requests of the parent, in all engines and in the state that engines share."""
     _makers.clear()
@@ -101,7 +131,8 @@ def _start_over_in_child() -> None:
     mask_maker.forget_threads()
     for engine in list(_engines):
         engine.start_over_in_child()
+    _let_steps_go_on()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    os.register_at_fork(before=mask_maker.wait_for_all, after_in_child=_start_over_in_child)
+    os.register_at_fork(before=_wait_for_steps, after_in_parent=_let_steps_go_on, after_in_child=_start_over_in_child)

@@ -97,6 +97,10 @@ class FairLock(ProcessLock):
         """Return a context that counts as waiting until `leave` or its end; ``after_others``: it begins after these."""
         return Turn(self._waiting, after_others)
 
+    def take(self, seconds: float) -> None:
+        with self.turn():
+            super().take(seconds)
+
 
 class Turn:
     """A thread's turn in a `FairLock`."""
@@ -140,7 +144,7 @@ class LockedCore:
         self._core = EngineCore(self._executor, config, tokenizer, owns_device=owns_device)
         self._core.pool.warm_up.begin()
         self._commands = CommandQueue(self.group, self._core)
-        self._lock = FairLock()
+        self._lock, self._on_cpu = FairLock(), device.type == "cpu"
         self._is_shut_down = False
         self._updating_thread: int | None = None  # the thread that is inside of `weight_update`
         self._update: object | None = None  # identifies the update under way in `updates`
@@ -212,6 +216,11 @@ class LockedCore:
         if self._core.scheduler is None:
             self._carry_out(Build())
         return self._core.pool
+
+    @property
+    def lock_for_fork(self) -> FairLock | None:
+        """The lock around the steps where the child of a fork can go on with the engine: on a CPU."""
+        return self._lock if self._on_cpu else None
 
     def start_over_in_child(self) -> None:
         """Start over in the child of a fork, with an empty cache and only the requests of the thread that forked.
