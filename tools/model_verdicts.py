@@ -1,11 +1,12 @@
-"""Prove each causal LM class of the installed transformers with its default config; compare with accepted verdicts.
+"""Prove each decoder class of the installed transformers with its default config; compare with accepted verdicts.
 
     python tools/model_verdicts.py [--only NAME ...] [--write]
 
 `tests/models/proof/verdicts.json` has the accepted outcome, limit and reason by class name, and the version of
 transformers; `--write` replaces those of the classes that ran, and drops classes that are no more. A class that is
-proved and whose models cannot be laid out on pages counts as refused. Exits with 1 if a verdict is another one. All
-classes take about 6 minutes of one core. Behind it, `python tools/models_page.py` renews the page of models.
+proved and whose models cannot be laid out on pages counts as refused. Image-text classes, which are proved with text
+alone, have a list of their own. Exits with 1 if a verdict is another one. All classes take about 8 minutes of one
+core. Behind it, `python tools/models_page.py` renews the page of models.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from hf_paged.models.derivation.layout import lay_out
 from hf_paged.models.derivation.rows_in_dtype import check_rows_in
@@ -30,6 +34,7 @@ from hf_paged.models.proof.prove import in_thread
 from hf_paged.models.proof.verdict import Refused
 
 ACCEPTED = Path(__file__).resolve().parents[1] / "tests" / "models" / "proof" / "verdicts.json"
+_AXES = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}}
 # What default configs lack.
 MISSING: dict[str, dict[str, Any]] = {
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
@@ -39,13 +44,24 @@ MISSING: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1ForCausalLM": {"head_dim": 128},
     "MinistralForCausalLM": {"head_dim": 128},
     "NemotronForCausalLM": {"num_key_value_heads": 48},
+    "PaddleOCRVLForConditionalGeneration": _AXES,
+    "Qwen2VLForConditionalGeneration": _AXES,
+    "Qwen2_5_VLForConditionalGeneration": _AXES,
 }
 
 
 def class_names() -> list[str]:
     """Return the names of the causal LM classes, each once."""
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return sorted({name for one in names for name in ((one,) if isinstance(one, str) else one)})
+    return _names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def image_text_names() -> list[str]:
+    """Return the names of the image-text classes that are no causal LM classes, each once."""
+    return sorted(set(_names(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)) - set(class_names()))
+
+
+def _names(mapping: Mapping[str, Any]) -> list[str]:
+    return sorted({name for one in mapping.values() for name in ((one,) if isinstance(one, str) else one)})
 
 
 def config_of(name: str) -> PreTrainedConfig:
@@ -89,9 +105,9 @@ def verdicts(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, verdict_of(name)
 
 
-def accepted() -> dict[str, dict[str, Any]]:
-    """Return the accepted verdicts by class name."""
-    return json.loads(ACCEPTED.read_text())["classes"]
+def accepted(kind: str = "classes") -> dict[str, dict[str, Any]]:
+    """Return the accepted verdicts by class name; of ``image_text`` classes those of calls with text alone."""
+    return json.loads(ACCEPTED.read_text())[kind]
 
 
 def accepted_version() -> str:
@@ -104,16 +120,19 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="parts of names of classes")
     parser.add_argument("--write", action="store_true", help="accept the verdicts")
     arguments = parser.parse_args()
-    names = [name for name in class_names() if not arguments.only or any(part in name for part in arguments.only)]
-    before, found = accepted(), {}
+    names = [name for name in class_names() + image_text_names()
+             if not arguments.only or any(part in name for part in arguments.only)]
+    before, found = accepted() | accepted("image_text"), {}
     for name, verdict in verdicts(names):
         found[name] = verdict
         sign = " " if before.get(name) == verdict else "*"
         limit = f" to {verdict['max_length']}" if verdict["max_length"] else ""
         print(f"{sign} {name}: {verdict['outcome']}{limit} {verdict['reason']}", flush=True)
     if arguments.write:
-        known = {name: verdict for name, verdict in sorted((before | found).items()) if name in class_names()}
-        made = {"transformers": transformers.__version__, "classes": known}
+        known = before | found
+        made = {"transformers": transformers.__version__,
+                "classes": {name: known[name] for name in class_names()},
+                "image_text": {name: known[name] for name in image_text_names()}}
         ACCEPTED.write_text(json.dumps(made, indent=1) + "\n")
     return int(any(before.get(name) != verdict for name, verdict in found.items()) and not arguments.write)
 

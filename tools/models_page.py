@@ -32,12 +32,14 @@ class with its default config, small and in float64. [design/models.md](design/m
 | open | in stock: all numbers were stock's, but code that the proof did not reach may change them |
 | stock | in stock, for the reason named here; another config may be proved |
 
-`hf-paged check MODEL` says how a checkpoint runs. Of image-text models in the table ({wrappers}),
-calls with text alone run natively.
+`hf-paged check MODEL` says how a checkpoint runs. Of {texts} further image-text classes (second list) calls with text
+alone run natively; calls with images run in stock.
 
-| class | runs | limit or reason |
+"""
+TABLE = """| class | runs | limit or reason |
 |---|---|---|
 """
+IMAGE_TEXT = "\n## Image-text classes, with text alone\n\n"
 
 
 def kind_of(name: str, verdict: Mapping[str, Any]) -> str:
@@ -66,9 +68,16 @@ def render() -> str:
     verdicts = accepted()
     kinds = {name: kind_of(name, verdict) for name, verdict in verdicts.items()}
     counts = Counter(kinds.values())
+    texts = {name: verdict for name, verdict in accepted("image_text").items()
+             if kind_of(name, verdict) in ("table", "proof")}
     head = HEAD.format(version=accepted_version(), native=counts["fused"] + counts["table"] + counts["proof"],
-                       all=len(kinds), wrappers=", ".join(one.model_name.removesuffix(one.suffix) for one in WRAPPERS))
-    return head + "".join(f"|`{name}`|{kind}|{note_of(kind, verdicts[name])}|\n" for name, kind in kinds.items())
+                       all=len(kinds), texts=len(texts))
+    return head + _table(verdicts) + IMAGE_TEXT + _table(texts)
+
+
+def _table(verdicts: Mapping[str, Mapping[str, Any]]) -> str:
+    kinds = {name: kind_of(name, verdict) for name, verdict in verdicts.items()}
+    return TABLE + "".join(f"|`{name}`|{kind}|{note_of(kind, verdicts[name])}|\n" for name, kind in kinds.items())
 
 
 def main() -> int:

@@ -167,8 +167,8 @@ INTEGRATION = [
     PackageMutation(GENERATE, "max(settled.min_new_tokens or 0, (settled.min_length or 0) - width, 0)",
                     "settled.min_new_tokens or 0", GIVEN_TESTS, "MinLength or minima"),
     PackageMutation(CACHE, "range(self._width, tokens", "range(0, tokens", LATE_TESTS, "gemma2"),
-    PackageMutation(CACHE, "torch.cat([self._positions, self._positions[:, -1:] + steps]",
-                    "torch.cat([self._positions, self._positions[:, -1:] + 0 * steps]", LATE_TESTS, "are_stocks"),
+    PackageMutation(CACHE, "torch.cat([self._positions, self._positions[..., -1:] + steps]",
+                    "torch.cat([self._positions, self._positions[..., -1:] + 0 * steps]", LATE_TESTS, "are_stocks"),
     PackageMutation(CACHE, "if (reason := self._mark.difference(model)) is not None:", "if False:", LATE_TESTS,
                     "something_else_by_now"),
     PackageMutation("runner/weights.py", "if executor.state_key() != self.state_key:", "if True:", LATE_TESTS,
@@ -254,6 +254,8 @@ STALENESS = [
                     "models/test_merged.py", "a_model_without_memory and all"),
     PackageMutation("engine/locked_core.py", "        self._core.dirty = not self.group.is_parallel\n", "",
                     "test_at_fork.py", "idle"),
+    PackageMutation("engine/engine_registry.py", "            lock.take(max(0.0, deadline - time.monotonic()))\n",
+                    "", "test_at_fork.py", "waits_for_the_step"),
 ]
 
 # Settings of one request that must not end another's.
@@ -461,6 +463,8 @@ MODELS = [
     PackageMutation(INPUTS, "type(value) is dict and not value", "True", WRAPPER_TESTS, "an_image_in_the_call"),
     PackageMutation(INPUTS, "isinstance(value, torch.Tensor) and not value.any()", "True", WRAPPER_TESTS,
                     "token_types"),
+    PackageMutation("guards/snapshot.py", "tuple(namespace.keys() - STANDARD - {KEPT_BY_GENERATE})",
+                    "tuple(namespace.keys() - STANDARD)", "guards/test_snapshot.py", "inside_of_a_config"),
     PackageMutation("models/__init__.py", " and not runs_kernels(model, family.modeling)", "", KERNEL_TESTS,
                     "as_they_stand"),
     PackageMutation("models/executor.py", "executor.constants(), kernel_numbers(modules), quant",
@@ -1428,6 +1432,9 @@ PROOFS = [
     PackageMutation("models/proof/checks/conditions.py", "return isinstance(value, torch.jit.ScriptFunction)",
                     "return False", PLANTED_TESTS, "compiled"),
     PackageMutation("models/proof/numbers.py", "if length < max_step_tokens:", "if False:", PLANTED_TESTS, "just"),
+    PackageMutation("models/proof/line_counts.py", "names - self._given.get(key, names)", "names", PLANTED_TESTS,
+                    "odd"),
+    PackageMutation("models/proof/outline.py", "sorted(full.given ^ small.given)", "[]", PLANTED_TESTS, "large"),
     PackageMutation("models/proof/outline.py", "if lines := sorted(full.lines ^ small.lines):", "if lines := []:",
                     PLANTED_TESTS, "large"),
     PackageMutation("models/proof/numbers.py", "if not reach.differs:\n            reasons",

@@ -33,8 +33,10 @@ _QUANTIZERS = ("torchao.", "compressed_tensors.")
 STANDARD = frozenset(vars(nn.Module()))
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type})
 _CONTAINERS = (list, tuple, dict)
+# What stock's generate keeps of the images of a call: native steps are given positions, and do not read it.
+KEPT_BY_GENERATE = "rope_deltas"
 # RoPE of the "longrope" type makes this tensor in its first forward, and reads it beyond the lengths that run natively.
-_MADE_BY_FORWARDS = "long_inv_freq"
+_NOT_WATCHED = ("long_inv_freq", KEPT_BY_GENERATE)
 _MOST_MODULES = 100_000  # a module that contains itself is left to the full checks
 
 
@@ -52,7 +54,7 @@ class _Same:
 
 
 class _Record:
-    """Value that equals objects of the same class with equal fields, for settings of quantizers."""
+    """Value that equals objects of the same class with equal fields: settings of quantizers, configs in a config."""
 
     __slots__ = ("_fields", "_kind")
     __hash__ = None  # type: ignore[assignment]
@@ -80,7 +82,7 @@ class ModelSnapshot:
     def __init__(self, model: nn.Module) -> None:
         modules, namespaces = _walk(model, _MOST_MODULES) or ([], [])
         self._num_modules = len(modules)
-        names = [tuple(name for name in namespace if name not in STANDARD) for namespace in namespaces]
+        names = [tuple(namespace.keys() - STANDARD - {KEPT_BY_GENERATE}) for namespace in namespaces]
         # At least two names: an itemgetter of one returns no tuple.
         self._getters = [operator.itemgetter("training", "training", *own) for own in names]
         self._values = [
@@ -209,9 +211,7 @@ def _frozen(value: Any, *, inside: bool = False) -> Any:
         return value
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         return _frozen_inside(value)
-    if isinstance(value, PreTrainedConfig):  # its fields are compared where a module holds it
-        return _Never() if inside else _Same(value)
-    if inside and _is_record(value):
+    if inside and (isinstance(value, PreTrainedConfig) or _is_record(value)):  # a config's text config, for instance
         return _Record(value)
     try:
         return _Same(value)
@@ -247,7 +247,7 @@ def plain_tensors(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, t
     found: list[tuple[str, torch.Tensor]] = []
     for path, module in modules:
         for key, value in vars(module).items():
-            if type(value) not in ATOMS and key not in STANDARD and not key.endswith(_MADE_BY_FORWARDS):
+            if type(value) not in ATOMS and key not in STANDARD and not key.endswith(_NOT_WATCHED):
                 found += _inside(f"{path}.{key}" if path else key, value, ())
     return found
 

@@ -127,7 +127,7 @@ class _Call:
             self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), more)], dim=1)
         if self._positions is not None:
             steps = torch.arange(1, more + 1, dtype=self._positions.dtype, device=self._positions.device)
-            self._positions = torch.cat([self._positions, self._positions[:, -1:] + steps], dim=1)
+            self._positions = torch.cat([self._positions, self._positions[..., -1:] + steps], dim=-1)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -148,7 +148,7 @@ class _Call:
             ends = range(self._width, tokens.shape[1], max(1, TOKENS_AT_ONCE // len(tokens)))
             for start, end in itertools.pairwise([0, *ends, tokens.shape[1]]):
                 model(input_ids=tokens[:, start:end], attention_mask=None if mask is None else mask[:, :end],
-                      position_ids=None if positions is None else positions[:, start:end], use_cache=True,
+                      position_ids=None if positions is None else positions[..., start:end], use_cache=True,
                       logits_to_keep=1, **{CACHE_NAME: cache})
         return cache
 

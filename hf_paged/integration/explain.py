@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hf_paged.attention import flash_attn_backend
@@ -30,6 +30,7 @@ from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.outputs import Explanation
 from hf_paged.parallel.checkpoint import check_place, find_files, naming_broken_files, naming_the_place
+from hf_paged.parallel.loading import auto_class
 from hf_paged.process_lock import ProcessLock
 from hf_paged.runner.memory import MemoryPlan, planned
 
@@ -213,11 +214,11 @@ def model_of_config(path_or_id: str, dtype: str, load: bool, trust_remote_code: 
         raise ValueError(f"dtype={dtype!r}: expected 'auto' or a dtype of torch, as bfloat16")
     config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
     if load or getattr(config, "quantization_config", None) is not None:
-        model = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_pretrained(path_or_id, dtype=dtype, trust_remote_code=trust_remote_code)
         return model.eval()
     chosen = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else getattr(torch, dtype)
     with no_init_weights():  # so that the weights' pages are never touched and take no memory
-        model = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
     model.tie_weights()  # as for a checkpoint; without initialisation transformers does not tie them
     with suppress(OSError):  # without this file transformers, too, derives one from the config
         model.generation_config = GenerationConfig.from_pretrained(path_or_id)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import cached_file
 from transformers.utils.hub import cached_files
@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_files
 from hf_paged.config import OF_LOADING, PagedConfig
 from hf_paged.kernels.weights_checksum import warm_up
 from hf_paged.parallel.checkpoint import check_place, find_files, naming_broken_files, naming_the_place
+from hf_paged.parallel.loading import auto_class
 from hf_paged.vllm_names import LOADING, SAMPLING, unknown_names
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -54,6 +55,10 @@ class Loading:
     @property
     def of_files(self) -> dict[str, Any]:
         return {name: value for name, value in self.arguments.items() if name in OF_FILES}
+
+    @property
+    def of_tokenizer(self) -> dict[str, Any]:
+        return {name: value for name, value in self.arguments.items() if name in OF_TOKENIZERS}
 
     def of_ranks(self, size: int) -> dict[str, Any]:
         """Return the part of `arguments` that several ranks need.
@@ -125,7 +130,8 @@ def load_whole(path_or_id: str | os.PathLike, loading: Loading) -> Any:
     files = loading.of_files
     with _naming_unknown_arguments(arguments), naming_the_place("path_or_id", path_or_id), naming_broken_files(
             lambda: find_files(str(path_or_id), **files)):
-        model: Any = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=loading.dtype, **arguments)
+        config = arguments.get("config") or AutoConfig.from_pretrained(path_or_id, **loading.of_tokenizer)
+        model: Any = auto_class(config).from_pretrained(path_or_id, dtype=loading.dtype, **arguments)
     is_there = model.device.type == loading.device.type and loading.device.index in (None, model.device.index)
     return (model if is_there else model.to(loading.device)).eval()
 
@@ -156,8 +162,7 @@ def tokenizer_of(path_or_id: str | os.PathLike, loading: Loading) -> Any:
                 break
     else:
         return None
-    of_tokenizer = {name: value for name, value in loading.arguments.items() if name in OF_TOKENIZERS}
-    return AutoTokenizer.from_pretrained(path_or_id, padding_side="left", **of_tokenizer)
+    return AutoTokenizer.from_pretrained(path_or_id, padding_side="left", **loading.of_tokenizer)
 
 
 def check_checkpoint(path_or_id: str | os.PathLike, loading: Loading) -> None:

@@ -29,9 +29,9 @@ from hf_paged.process_lock import ProcessLock
 
 NAME = "hf_paged"
 # Arguments that decoders hand down and paged attention does not use: not every module hands down its window.
-_IGNORED = frozenset({
+IGNORED = frozenset({
     "position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
-    "sliding_window",
+    "sliding_window", "cache_position", "return_dict", "cache", "past_key_values", "token_type_ids", "logits_to_keep",
 })
 # Implementations that read their name from the config again while they run; kernels of the Hub do so, too.
 _READS_CONFIG = ("flash", "paged|")
@@ -147,7 +147,7 @@ def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch
 def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, forward: _Forward, *,
                      scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None,
                      s_aux: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
-    unknown = [name for name, given in others.items() if given is not None and name not in _IGNORED]
+    unknown = [name for name, given in others.items() if given is not None and name not in IGNORED]
     if dropout or unknown:
         raise UnsupportedModelError(f"{type(module).__name__} asks of its attention what pages do not have: "
                                     f"{', '.join(unknown) or f'dropout={dropout}'}")

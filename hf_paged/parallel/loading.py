@@ -8,12 +8,26 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from hf_paged.parallel.checkpoint import DTYPES, CheckpointSlice, Entry, catalogue, find_files, read, same
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.named_weights import NamedWeights, ShardRange, WeightLocation
 from hf_paged.parallel.plan import parallelize
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' AutoModelForCausalLM; for a config that only image-text classes have, their auto class."""
+    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    is_image_text = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if is_image_text and not is_causal else AutoModelForCausalLM
 
 
 def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | None = "auto",
@@ -43,7 +57,7 @@ def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | No
     if unknown := next((key for key, entry in entries.items() if entry.dtype not in DTYPES), None):
         raise ValueError(f"{unknown} in {entries[unknown].file} is {entries[unknown].dtype}: expected {list(DTYPES)}")
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype, config, entries))
+        model = auto_class(config).from_config(config, dtype=_dtype(dtype, config, entries))
     parallelize(model, group)
     _allocate(model, device)
     _fill(model, path_or_id, entries, check)

@@ -12,8 +12,9 @@ import pytest
 import torch
 import transformers
 from family_models import family_model
+from image_models import image_model
 from packaging.version import Version
-from support import tiny_model
+from support import batch, tiny_model
 from torch import nn
 
 import hf_paged
@@ -263,7 +264,10 @@ def test_what_a_container_holds_is_looked_at(container, key):
 def test_what_a_config_inside_a_container_says_is_looked_at():
     model = tiny_model()
     model.kept = [tiny_model().config]
-    assert not ModelSnapshot(model).hold(model)  # left to the full checks
+    snapshot = ModelSnapshot(model)
+    assert snapshot.hold(model)
+    model.kept[0].sliding_window = 9
+    assert not snapshot.hold(model)
 
 
 def test_a_module_inside_itself_is_left_to_the_full_checks():
@@ -350,3 +354,20 @@ def test_weights_of_another_shape_in_as_many_bytes_are_checked_anew():
     weight.data = weight.data.t().contiguous()
     with pytest.raises(ValueError, match=r"layers\.0\..*weight"):
         executor.prepare(64)
+
+
+def test_a_config_inside_of_a_config_is_compared_by_its_fields():
+    """Image-text models hold their text config so; a call of one leaves the model as it was."""
+    model = hf_paged.enable(image_model("qwen3-vl"), strict=True)
+    call = {**batch([9]), "max_new_tokens": 2}
+    model.generate(**call)
+    snapshot, watch = ModelSnapshot(model), hf_paged.get_engine(model)._executor.watch
+    structure = watch.structure(model)
+    model.generate(**call)
+    assert snapshot.hold(model) and watch.structure(model) == structure
+    model.config.text_config.rms_norm_eps *= 2
+    assert not snapshot.hold(model)
+    model.config.text_config.rms_norm_eps /= 2
+    assert snapshot.hold(model)
+    model.config.text_config.rope_parameters["rope_theta"] += 1
+    assert not snapshot.hold(model) and watch.structure(model) != structure

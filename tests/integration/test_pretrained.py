@@ -36,7 +36,7 @@ def seen(monkeypatch):
             calls[_name] = keywords
             return _load(*args, **keywords)
 
-        monkeypatch.setattr(getattr(pretrained, auto.__name__), "from_pretrained", spy)
+        monkeypatch.setattr(auto, "from_pretrained", spy)
     return calls
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
 from hf_paged.engine.engine import FROM_INSIDE, IN_UPDATE, Engine
 from hf_paged.errors import Reason
@@ -64,12 +64,19 @@ def paged_rows(engine: Engine, inputs: DecodingInputs) -> tuple[list[list[int]],
     if positions is not None:
         expected = np.where(real == 1, np.cumsum(real, axis=1) - 1, 0)
         given = positions.cpu().numpy()
-        if given.shape not in (expected.shape, (1, expected.shape[1])) or not (given == expected).all():
+        shape = given.shape[-2:] if _has_axes(engine.model) else given.shape
+        if shape not in (expected.shape, (1, expected.shape[1])) or not (given == expected).all():
             return Reason("position_ids given by the caller", remedy="Leave them out if they count the tokens from 0.")
     adapters = engine.adapters_of_rows(len(ids))
     if isinstance(adapters, Reason):
         return adapters
     return [row[row_mask == 1].tolist() for row, row_mask in zip(ids, real, strict=True)], adapters
+
+
+def _has_axes(model: Any) -> bool:
+    """Return whether a model's `generate` makes positions for each axis of an image, all alike for text."""
+    made_by, name = type(model), "_prepare_position_ids_for_generation"
+    return getattr(made_by, name, None) is not getattr(GenerationMixin, name, None)
 
 
 def input_reasons(engine: Engine, inputs: DecodingInputs) -> Iterator[Reason]:
@@ -108,11 +115,20 @@ NEUTRAL_ARGUMENTS: dict[str, tuple] = {
     "output_router_logits": (False,),
 }
 
+
+def _marks_text(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.any()
+
+
 # Arguments of image-text models, with a test that is True for values of calls with text alone.
 _OF_IMAGES: dict[str, Callable[[Any], bool]] = {
     "pixel_values": lambda value: False,
+    "pixel_values_videos": lambda value: False,
+    "image_grid_thw": lambda value: False,
+    "video_grid_thw": lambda value: False,
     "mm_encoder_outputs": lambda value: type(value) is dict and not value,
-    "token_type_ids": lambda value: isinstance(value, torch.Tensor) and not value.any(),
+    "token_type_ids": _marks_text,
+    "mm_token_type_ids": _marks_text,
 }
 
 

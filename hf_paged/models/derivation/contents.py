@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_paged.guards.snapshot import KEPT_BY_GENERATE
 from hf_paged.models.proof.store import values_of
 
 # Where a model comes from, how it is trained, which row of an embedding gets no gradient, and a number of tokens that
 # `resize_token_embeddings` leaves as it was.
 _NOT_READ = frozenset({"name_or_path", "warnings_issued", "generation_config", "model_tags", "training",
-                       "gradient_checkpointing", "padding_idx", "vocab_size"})
+                       "gradient_checkpointing", "padding_idx", "vocab_size", KEPT_BY_GENERATE})
 _PLAIN = (bool, int, float, str, type(None))
 
 

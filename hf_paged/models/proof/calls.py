@@ -10,15 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_paged.models.paged_calls import IGNORED
 from hf_paged.models.proof.interface import Masks
 from hf_paged.models.proof.mask_kinds import FULL, MaskKind, mask_kind
 from hf_paged.models.proof.verdict import Refused
-
-# Arguments that decoders hand down and attention does not use.
-IGNORED = frozenset({
-    "position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
-    "sliding_window", "cache_position", "return_dict", "cache", "past_key_values", "token_type_ids",
-})
 
 
 @dataclass(frozen=True)

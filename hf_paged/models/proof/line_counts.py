@@ -6,7 +6,7 @@ import ast
 import functools
 import inspect
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,10 +39,13 @@ def _file_of(kind: type) -> str | None:
 
 
 class LineCounts:
-    """Counts of the lines of some files that ran: `counts[file, line]`."""
+    """Counts of the lines of some files that ran: `counts[file, line]`, and arguments that calls of functions gave."""
 
     def __init__(self, files: frozenset[str]) -> None:
         self.files, self.counts = files, Counter[tuple[str, int]]()
+        # By the first line of a function: the arguments that calls gave, and of them those that were no empty dict.
+        self._given: dict[tuple[str, int], set[str]] = defaultdict(set)
+        self.filled: dict[tuple[str, int], set[str]] = defaultdict(set)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -55,7 +58,14 @@ class LineCounts:
             sys.settrace(before)
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._on_line if frame.f_code.co_filename in self.files else None
+        code = frame.f_code
+        if code.co_filename not in self.files:
+            return None
+        given = {name: value for name, value in frame.f_locals.items() if value is not None}
+        self._given[code.co_filename, code.co_firstlineno].update(given)
+        self.filled[code.co_filename, code.co_firstlineno].update(
+            name for name, value in given.items() if type(value) is not dict or value)
+        return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
@@ -64,6 +74,17 @@ class LineCounts:
 
     def ran(self, file: str, node: ast.stmt | ast.expr) -> int:
         return self.counts[file, node.lineno]
+
+    def not_given(self, file: str, function: ast.FunctionDef) -> tuple[set[str], set[str]]:
+        """Return the arguments of a function that ran, None by default, that were so in each call, and those that were
+        None or an empty dict."""
+        arguments = function.args
+        places = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        defaults = [*arguments.defaults, *arguments.kw_defaults]
+        optional = zip(places[len(places) - len(defaults):], defaults, strict=True)
+        names = {one.arg for one, default in optional if isinstance(default, ast.Constant) and default.value is None}
+        key = file, min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+        return names - self._given.get(key, names), names - self.filled.get(key, names)
 
     def lengths(self) -> set[int]:
         """Return literals that may be lengths: in functions that ran, in `__init__`s, and in classes and the file."""

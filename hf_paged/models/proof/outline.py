@@ -26,6 +26,7 @@ class Outline:
 
     calls: tuple[AttentionRecord, ...]
     lines: frozenset[str]  # of modeling files, as "file:line"
+    given: frozenset[str]  # arguments that calls of functions gave, as "file:line (name)"
     classes: frozenset[str]  # of modules, with their modules' names
 
 
@@ -52,8 +53,9 @@ def outline_of(model: PreTrainedModel) -> Outline:
     if not recorder.calls:
         raise Refused("no module calls the attention interface of transformers")
     classes = {f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()}
+    given = (f"{file}:{line} ({name})" for (file, line), names in lines.filled.items() for name in names)
     return Outline(tuple(recorder.calls), frozenset(f"{file}:{line}" for file, line in lines.counts),
-                   frozenset(classes))
+                   frozenset(given), frozenset(classes))
 
 
 def farthest(config: PreTrainedConfig) -> int:
@@ -66,6 +68,9 @@ def check_alike(full: Outline, small: Outline) -> None:
     if lines := sorted(full.lines ^ small.lines):
         places = ", ".join(Path(line).name for line in lines[:3])
         raise Refused(f"the full size runs other code than a small clone, at {places}")
+    if given := sorted(full.given ^ small.given):
+        places = ", ".join(Path(one).name for one in given[:3])
+        raise Refused(f"the full size gives functions other arguments than a small clone, at {places}")
     if classes := sorted(full.classes ^ small.classes):
         raise Refused(f"the full size has other modules than a small clone: {', '.join(classes[:3])}")
     if kinds := sorted(map(str, _kinds(full) ^ _kinds(small))):

@@ -134,5 +134,14 @@ def _shrink_rope(small: dict[str, Any]) -> None:
         for field in ("short_factor", "long_factor"):
             if isinstance(rope.get(field), list):
                 rope[field] = rope[field][: int(size * small.get("partial_rotary_factor", 1.0)) // 2]
-        if isinstance(rope.get("mrope_section"), list):
-            rope["mrope_section"] = [2, 3, 3]
+        if isinstance(given := rope.get("mrope_section"), list):
+            share = rope.get("partial_rotary_factor", small.get("partial_rotary_factor", 1.0))
+            rope["mrope_section"] = _sections(int(size * share) // 2, given)
+
+
+def _sections(pairs: int, given: list[int]) -> list[int]:
+    """Return about the shares of `given`, which sum to `pairs` of RoPE's numbers; axes that are alike stay alike."""
+    sections = [max(1, pairs * share // sum(given)) for share in given]
+    odd = next((axis for axis, share in enumerate(given) if given.count(share) == 1), -1)
+    sections[odd] += pairs - sum(sections)
+    return sections

@@ -17,7 +17,7 @@ from tiny_configs import NOT_MADE, SLOWLY_PROVED, tiny_class_model
 import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.guards.families import SUPPORTED
-from tools.model_verdicts import class_names
+from tools.model_verdicts import class_names, image_text_names
 
 ACCEPTED = json.loads((Path(__file__).parents[1] / "proof" / "verdicts.json").read_text())
 NATIVE = [name for name, verdict in ACCEPTED["classes"].items() if verdict["outcome"] == "proved" or name in SUPPORTED]
@@ -32,8 +32,8 @@ of_this_version = pytest.mark.skipif(
 @pytest.mark.skipif(Version(transformers.__version__) < Version(ACCEPTED["transformers"]),
                     reason="an older transformers than that of the verdicts")
 def test_every_class_of_transformers_has_a_verdict():
-    found, known = set(class_names()), set(ACCEPTED["classes"])
-    assert found == known, "run: python tools/model_verdicts.py --write, and python tools/models_page.py"
+    for found, known in (class_names(), "classes"), (image_text_names(), "image_text"):
+        assert set(found) == set(ACCEPTED[known]), "run tools/model_verdicts.py --write, and tools/models_page.py"
 
 
 @of_this_version

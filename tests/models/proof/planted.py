@@ -122,6 +122,19 @@ FAULTS = (
     Change("other after 40 calls", "refused", "", (
         (MLP_INIT, _code("self.calls = 0")), *_mlp("self.calls += 1\nif self.calls > 40:\n    x = x * 1.01"))),
     Change("capacity by tokens", "refused", _PACKED, _mlp(_capacity("int(1.25 * x.shape[1] / 4)"))),
+    Change("an argument for 3,000 tokens alone", "refused", "counts the tokens", _mlp(
+        "def shown(x, image=None):\n    if image is not None and image.sum() > 0:\n        x = x * 2\n    return x\n"
+        "x = shown(x, *(torch.ones(1),) * (x.shape[1] > 2999))")),
+    Change("an argument for odd tokens alone", "open", "image is not None and image.sum() > 9", _mlp(
+        "def shown(x, image=None):\n    if image is not None and image.sum() > 9:\n        x = x * 2\n    return x\n"
+        "x = shown(x, *(torch.ones(1),) * (x.shape[1] % 2))")),
+    Change("an argument for large models alone", "refused", "other arguments", (
+        (MLP_INIT, _code("self.extra = (torch.ones(4),) * (config.hidden_size > 64)")), *_mlp(
+            "def shown(x, extra=None):\n    if extra is not None and extra.shape[0] < x.shape[1] - 40000:\n"
+            "        x = x * 2\n    return x\nx = shown(x, *self.extra)")), config={"hidden_size": 96}),
+    Change("an argument that its function sets", "open", "image is not None and image > 400000", _mlp(
+        "def shown(x, image=None):\n    image = x.shape[1] * 7\n    if image is not None and image > 400000:\n"
+        "        x = x * 2\n    return x\nx = shown(x)"), max_length=399998),
     Change("capacity of 512", "refused", "counts the tokens", _mlp(_capacity("512"))),
     Change("other code above 4,000 tokens", "refused", "counts the tokens", _mlp(
         "if x.shape[1] > 4000:\n    x = x * 1.001")),
@@ -214,6 +227,12 @@ FAULTS = (
 )
 
 CONTROLS = (
+    Change("other code with an argument that no call gives", "proved", "", _mlp(
+        "def shown(x, image=None, features=None):\n    features = features if features is not None else {}\n"
+        "    if isinstance(image, dict) and image.get('x') or not features.get('x') is None and image is not None:\n"
+        "        x = x * 2\n"
+        "    if features.get('x') or image is not None and image.sum() > 0:\n        x = x * 2\n    return x\n"
+        "x = shown(x)")),
     Change("scaled logits", "proved", "", ((LOGITS, _code("logits = 0.5 * logits")),)),
     Change("softcap of logits", "proved", "", ((LOGITS, _code("logits = torch.tanh(logits / 30) * 30")),)),
     Change("temperature by position_ids", "proved", "", ((ATTENTION, _code(

@@ -13,11 +13,12 @@ from tests.models.proof.planted import CONTROLS, FAULTS, planted, small_llama
 CORE = {"mean over rows x 1e-9", "capacity of 512", "dropout in eval mode", "ALiBi in the mask",
         "temperature by cache length, from the config", "mixing in bfloat16 alone", "mixing in large models alone",
         "other after 40 calls", "temperature by cache length, from a product", "masks of 20 tokens",
+        "an argument for odd tokens alone", "an argument for large models alone",
         "steps of just 3,000 tokens", "compiled code for more than 9,000 tokens"}
 
 
 def test_the_table_is_whole():
-    assert len(FAULTS) == 52 and len(CONTROLS) == 10  # two more faults are of the engine: its windows
+    assert len(FAULTS) == 56 and len(CONTROLS) == 11  # two more faults are of the engine: its windows
     assert {change.name for change in (*FAULTS, *CONTROLS)} >= CORE
 
 

@@ -19,6 +19,10 @@ _HARMLESS = (
     "x.device.type != 'mps'", "expert_idx == self.num_experts", "n_rep == 1", "is_cross_attention",
     "layer_type is None", "theta", "kwargs.get(", "i == self.first_kv_shared_layer_idx",
     "hidden_states.shape[1] == (input_ids if input_ids is not None else inputs_embeds).shape[1]",
+    # Of calls that begin with embeddings or with a cache; and positions by axis, which steps give as one row.
+    "'input_ids' in model_kwargs and model_kwargs['input_ids'].shape[1] > 0",
+    "past_length != 0 and self.model.rope_deltas",
+    "position_ids.ndim == 3 and position_ids.shape[0] == 4",
 )
 # Arguments of a forward: which of them are given is the same in every step.
 _ARGUMENTS = {
@@ -26,7 +30,8 @@ _ARGUMENTS = {
     "output_router_logits", "inputs_embeds", "input_ids", "attention_mask", "cache", "past_key_values",
     "position_ids", "encoder_hidden_states", "config",
 }
-_FIXED_CALLS = ("isinstance", "hasattr", "getattr", "is_torchdynamo_compiling", "is_tracing", "callable")
+_FIXED_CALLS = ("isinstance", "hasattr", "getattr", "is_torchdynamo_compiling", "is_tracing",
+                "torch.jit.is_tracing", "callable")
 
 
 def one_way_conditions(lines: LineCounts) -> list[str]:
@@ -38,10 +43,10 @@ def one_way_conditions(lines: LineCounts) -> list[str]:
 
 
 def _of_function(lines: LineCounts, file: str, function: ast.FunctionDef) -> Iterator[str]:
-    known = _fixed_locals(function)
-    for node in ast.walk(function):
+    known, (absent, empty) = _fixed_locals(function), _nothing_given(lines, file, function)
+    for node in _without_inner(function):
         if (not isinstance(node, (ast.If, ast.While, ast.IfExp)) or not lines.ran(file, node)
-                or is_fixed(node.test, known)):
+                or is_fixed(node.test, known) or _truth(node.test, absent, empty) is not None):
             continue
         test = f"`{ast.unparse(node.test)[:90]}` in {function.name}"
         if isinstance(node, ast.IfExp):  # lines do not tell which way it took
@@ -51,6 +56,13 @@ def _of_function(lines: LineCounts, file: str, function: ast.FunctionDef) -> Ite
         no = lines.ran(file, node.orelse[0]) if node.orelse else lines.ran(file, node) - yes
         if yes <= 0 or no <= 0:
             yield f"{test} was never {'true' if yes <= 0 else 'false'}"
+
+
+def _without_inner(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Yield all nodes of a function but those of functions inside, which are looked at by themselves."""
+    inner = {id(node) for one in ast.walk(function) if isinstance(one, ast.FunctionDef) and one is not function
+             for node in ast.walk(one)}
+    return (node for node in ast.walk(function) if id(node) not in inner)
 
 
 def unseen_code(lines: LineCounts, model: nn.Module) -> list[str]:
@@ -86,6 +98,39 @@ def _fixed_locals(function: ast.FunctionDef) -> frozenset[str]:
         target.id for node in ast.walk(function) if isinstance(node, ast.Assign) for target in node.targets
         if isinstance(target, ast.Name) and stored[target.id] == 1 and is_fixed(node.value)
         and all(one.id in ("self", "config") for one in ast.walk(node.value) if isinstance(one, ast.Name)))
+
+
+def _nothing_given(lines: LineCounts, file: str, function: ast.FunctionDef) -> tuple[set[str], set[str]]:
+    """Return the arguments that stay None in each call of a function, and those that are None or an empty dict."""
+    absent, empty = lines.not_given(file, function)
+    stores = Counter(node.id for node in ast.walk(function)
+                     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    texts = {ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Assign)}
+    return ({name for name in absent if not stores[name]}, {
+        name for name in empty
+        if not stores[name] or (stores[name] == 1 and f"{name} = {name} if {name} is not None else {{}}" in texts)})
+
+
+def _truth(test: ast.expr, absent: Collection[str], empty: Collection[str]) -> bool | None:
+    """Return what a condition is if the names ``absent`` are None, and ``empty`` None or empty dicts; else None."""
+    match test:
+        case ast.Name(id=name) if name in empty:
+            return False
+        case ast.Compare(left=ast.Name(id=name), ops=[ast.Is() | ast.IsNot() as operator],
+                         comparators=[ast.Constant(value=None)]) if name in absent:
+            return isinstance(operator, ast.Is)
+        case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name(id=name), _]) if name in absent:
+            return False
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="get"), args=[_]) if name in empty:
+            return False
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            truth = _truth(operand, absent, empty)
+            return None if truth is None else not truth
+        case ast.BoolOp(op=operator, values=parts):
+            decides = isinstance(operator, ast.Or)
+            truths = {_truth(part, absent, empty) for part in parts}
+            return decides if decides in truths else None if None in truths else not decides
+    return None
 
 
 def is_fixed(test: ast.expr, known: Collection[str] = ()) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
+from hf_paged.guards.snapshot import KEPT_BY_GENERATE
 from hf_paged.models.proof.packed import PackedSteps
 from hf_paged.models.proof.stock import Generated, generate
 from hf_paged.models.proof.subject import TOLERANCE, Subject, distance
 from hf_paged.models.proof.verdict import Refused
 
 NEW_TOKENS = 4
+_FAR = 1_000_000  # a distance of positions that would show
 _FIRST_CHUNKS = (1, 5, 8, 20, 50)  # of each prompt: two are whole
 _SECOND_ORDER = (3, 1, 4, 2, 0)
 _DECODE_ROWS = ((2, 0, 4, 3, 1), (1, 3), (0, 1, 2, 3, 4), (4, 2))
@@ -19,6 +23,9 @@ def generated_by_stock(subject: Subject) -> Generated:
     kinds = sorted({type(layer).__name__ for layer in getattr(made.cache, "layers", ())})
     if any("Linear" in kind or "Indexed" in kind for kind in kinds):
         raise Refused(f"the cache holds a state beside keys and values ({', '.join(kinds)})")
+    for module in subject.model.modules():
+        if KEPT_BY_GENERATE in vars(module):  # of another call's images: packed steps must not read it
+            setattr(module, KEPT_BY_GENERATE, torch.full((1, 1), _FAR))
     return made
 
 

@@ -1,0 +1,86 @@
+"""Tiny random image-text models that stand in no table of families, and calls of them with one image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from family_models import SHAPE, make_random
+from support import VOCAB, random_prompts
+from transformers import PreTrainedModel
+
+IMAGE, VIDEO, START, END = VOCAB - 1, VOCAB - 2, VOCAB - 3, VOCAB - 4
+_TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SQUARE = _TOWER | {"image_size": 16, "patch_size": 4}
+_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+_STARTS = {"vision_start_token_id": START, "vision_end_token_id": END}
+_GRID = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+
+
+def _axes(sections: list[int], **further: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **further}}
+
+
+_LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+           "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+           "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+           "n_shared_experts": 1}
+_GEMMA4 = {"global_head_dim": 32, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"],
+           "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+# By model: prefix of its classes, settings of the text, those of the tower, and further ones.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2-vl": ("Qwen2VL", _axes([2, 3, 3]), {"depth": 2, "embed_dim": 16, "hidden_size": 64, "num_heads": 2,
+                                               "patch_size": 4, "mlp_ratio": 2}, _IDS | _STARTS),
+    "qwen2.5-vl": ("Qwen2_5_VL", _axes([2, 3, 3]), _GRID | {"window_size": 16, "out_hidden_size": 64,
+                                                           "fullatt_block_indexes": [1]}, _IDS | _STARTS),
+    "qwen3-vl": ("Qwen3VL", _axes([4, 2, 2], mrope_interleaved=True), _GRID | {
+        "depth": 3, "out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+    }, _IDS | _STARTS),
+    "glm4v": ("Glm4v", _axes([2, 3, 3], partial_rotary_factor=1.0), _GRID | {"image_size": 32, "out_hidden_size": 64},
+              _IDS | {"image_start_token_id": START, "image_end_token_id": END, "video_start_token_id": START - 2,
+                      "video_end_token_id": START - 3}),
+    "smolvlm": ("SmolVLM", {"model_type": "llama"}, _SQUARE, {"image_token_id": IMAGE, "scale_factor": 2}),
+    "idefics3": ("Idefics3", {"model_type": "llama"}, _SQUARE, {"image_token_id": IMAGE, "scale_factor": 2}),
+    "internvl": ("InternVL", {"model_type": "qwen2"}, _TOWER | {"image_size": (16, 16), "patch_size": (4, 4)},
+                 {"image_token_id": IMAGE, "image_seq_length": 4}),
+    "gemma4": ("Gemma4", _GEMMA4, _TOWER | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2,
+                                            "patch_size": 4, "position_embedding_size": 64},
+               _IDS | {"audio_config": None, "audio_token_id": START - 2, "boi_token_id": START, "eoi_token_id": END}),
+    "kimi-k2.5": ("Kimi_K25", {"model_type": "deepseek_v3"} | _LATENT, _TOWER | {
+        "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8,
+    }, _IDS | _STARTS | {"projection_hidden_size": 16}),
+    "aya-vision": ("AyaVision", {"model_type": "cohere2", "sliding_window": 20}, _SQUARE | {
+        "model_type": "siglip_vision_model"}, {"image_token_index": IMAGE}),
+    "llava-onevision": ("LlavaOnevision", {"model_type": "qwen2"}, _SQUARE | {"model_type": "siglip_vision_model"},
+                        {"image_token_index": IMAGE, "video_token_index": VIDEO}),
+}
+GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")  # towers that take patches and their numbers
+
+
+def image_model(name: str) -> PreTrainedModel:
+    prefix, text, tower, further = MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(
+        text_config=SHAPE | text, vision_config=tower, tie_word_embeddings=False, **further)
+    model = make_random(getattr(transformers, f"{prefix}ForConditionalGeneration"), config)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
+
+
+def with_image(name: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the arguments of a call whose prompt of one row has an image."""
+    generator = torch.Generator().manual_seed(3)
+    if name in GRIDS:
+        tower = model.config.vision_config
+        channels = getattr(tower, "in_channels", 3)
+        pixels = {"pixel_values": torch.randn(32, channels * tower.temporal_patch_size * 16, generator=generator),
+                  "image_grid_thw": torch.tensor([[1, 4, 8]])}
+        tokens = 8
+    else:
+        pixels, tokens = {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator)}, 4
+    prompt = [*random_prompts([9], vocab_size=200)[0], START, *[IMAGE] * tokens, END, 7]
+    ids = torch.tensor([prompt])
+    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
+    if name in GRIDS:
+        found["mm_token_type_ids"] = (ids == IMAGE).long()
+    return found
