@@ -19,11 +19,10 @@ _HARMLESS = (
     "x.device.type != 'mps'", "expert_idx == self.num_experts", "n_rep == 1", "is_cross_attention",
     "layer_type is None", "theta", "kwargs.get(", "i == self.first_kv_shared_layer_idx",
     "hidden_states.shape[1] == (input_ids if input_ids is not None else inputs_embeds).shape[1]",
-    # Of calls that begin with embeddings or with a cache; and positions by axis, which steps give as one row.
-    "'input_ids' in model_kwargs and model_kwargs['input_ids'].shape[1] > 0",
-    "past_length != 0 and self.model.rope_deltas",
-    "position_ids.ndim == 3 and position_ids.shape[0] == 4",
+    "position_ids.ndim == 3 and position_ids.shape[0] == 4",  # by axis; steps give one row
 )
+# Methods that stock's `generate` runs for native calls, too: the inputs that they make are looked at behind them.
+_PREPARING = ("__init__", "_expand_inputs_for_generation", "_prepare_position_ids_for_generation")
 # Arguments of a forward: which of them are given is the same in every step.
 _ARGUMENTS = {
     "use_cache", "output_attentions", "output_hidden_states", "return_dict", "labels", "kwargs", "logits_to_keep",
@@ -37,7 +36,7 @@ _FIXED_CALLS = ("isinstance", "hasattr", "getattr", "is_torchdynamo_compiling", 
 def one_way_conditions(lines: LineCounts) -> list[str]:
     """Return the conditions of functions that ran, of which one way did not, each as a sentence's part."""
     found = {text for file in lines.files for function in ast.walk(parsed(file))
-             if isinstance(function, ast.FunctionDef) and function.name != "__init__"
+             if isinstance(function, ast.FunctionDef) and function.name not in _PREPARING
              for text in _of_function(lines, file, function)}
     return sorted(text for text in found if not any(known in text for known in _HARMLESS))
 
