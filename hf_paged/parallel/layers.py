@@ -72,6 +72,32 @@ class RowParallelLinear(Sharded, nn.Linear):
         return output if self.bias is None else output + self.bias
 
 
+class GatheringLinear(ColumnParallelLinear):
+    """Linear layer of `rows` of a weight whose output every rank gets whole: [..., k] -> [..., n]."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        local = F.linear(input, self.weight, self.bias)
+        return self.group.all_gather(local).movedim(0, -2).flatten(-2) if self.group.is_parallel else local
+
+
+class SplittingLinear(RowParallelLinear):
+    """Linear layer of `columns` of a weight whose input every rank has whole: [..., k] -> [..., n]."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        [(start, stop)] = self.shards["weight"].ranges
+        return super().forward(input[..., start:stop])
+
+
+class ReplicatedLinear(Sharded, nn.Linear):
+    """Linear layer that every rank holds whole."""
+
+    def __init__(self, linear: nn.Linear, group: ParallelGroup) -> None:
+        height, width = linear.weight.shape
+        super().__init__(width, height, linear.bias is not None, **_like(linear.weight))
+        self.group = group
+        self.shards = {"weight": Shard.whole((height, width)), "bias": Shard.whole((height,))}
+
+
 class VocabParallelEmbedding(Sharded, nn.Embedding):
     """Embedding of `vocab_rows` rows: ids [...] -> [..., hidden_size], the same on each rank."""
 
@@ -111,7 +137,11 @@ class VocabParallelHead(Sharded, nn.Linear):
         self.shards = {"weight": shard, "bias": vocab_shard((linear.out_features,), group.rank, group.size)}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.gathered(F.linear(input, self.weight, self.bias))
+        return self.gathered(self.own_columns(input))
+
+    def own_columns(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute this rank's columns [..., rows]."""
+        return F.linear(input, self.weight, self.bias)
 
     def gathered(self, local: torch.Tensor) -> torch.Tensor:
         """Gather the columns [..., rows] of every rank -> all logits [..., vocab_size]."""
@@ -119,6 +149,10 @@ class VocabParallelHead(Sharded, nn.Linear):
             return local
         columns = self.group.all_gather(local).movedim(0, -2)
         return columns.flatten(-2)[..., : self.vocab_size]
+
+
+SHARDED_LAYERS = (ColumnParallelLinear, GatheringLinear, ReplicatedLinear, RowParallelLinear, SplittingLinear,
+                  VocabParallelEmbedding, VocabParallelHead)
 
 
 class ShardedExperts(Sharded):
@@ -148,7 +182,8 @@ def stock_class(kind: type[nn.Module]) -> type[nn.Module]:
 def shard_experts(experts: Any, group: ParallelGroup, inner: tuple[int, int]) -> None:
     """Make a stock module of fused experts, on the meta device, hold `inner` [start, stop) of every expert.
 
-    All attributes but the inner size are kept, since they differ from class to class.
+    All attributes but the inner size are kept, since they differ from class to class. A model that is not on the meta
+    device gets the values of its part at once.
     """
     start, stop = inner
     total, shape = experts.down_proj.shape[2], tuple(experts.gate_up_proj.shape)
