@@ -39,7 +39,7 @@ from hf_paged.models.base import AttentionMask, KVSpec, StepContext
 from hf_paged.models.paged_calls import paged_call, running
 from hf_paged.models.tuners import BASE, AdapterRows, adapter_state, by_row, is_lora, states_by_adapter, why_not_row
 from hf_paged.parallel.group import ParallelGroup, group_of
-from hf_paged.parallel.layers import SHARDED_LAYERS, VocabParallelEmbedding, VocabParallelHead
+from hf_paged.parallel.layers import SHARDED_LAYERS, ShardedEmbedding, VocabParallelHead
 from hf_paged.parallel.replica import replica_of
 
 # Layers whose code eligibility requires to be torch's or hf_paged's own.
@@ -209,7 +209,7 @@ class ModelExecutor(ABC):
     def vocab_size(self) -> int:
         """Number of tokens: rows of the embedding, over all ranks and without padding."""
         embedding = self.model.get_input_embeddings()
-        size: int = embedding.vocab_size if type(embedding) is VocabParallelEmbedding else len(embedding.weight)
+        size: int = embedding.vocab_size if isinstance(embedding, ShardedEmbedding) else len(embedding.weight)
         return size
 
     @property

@@ -22,12 +22,12 @@ from hf_paged.parallel.layers import (
     RowParallelLinear,
     Sharded,
     SplittingLinear,
-    VocabParallelEmbedding,
     VocabParallelHead,
     even_range,
     is_sharded,
     kv_head_range,
     local_kv_heads,
+    shard_embedding,
     shard_experts,
 )
 
@@ -81,11 +81,11 @@ def cut(model: PreTrainedModel, group: ParallelGroup) -> None:
             model.set_submodule(name, _part_of(module, name, style, config, group))
     owners = {name.rpartition(".")[0]: None for name, _, style in styled if style == "colwise"}
     _count_own_heads([model.get_submodule(name) for name in owners], config, group)
-    (embedding, tokens), (head, rows) = vocabulary.items()
-    model.set_submodule(embedding, VocabParallelEmbedding(tokens, group))
-    model.set_submodule(head, VocabParallelHead(rows, group))
+    (_, tokens), (name, head) = vocabulary.items()
+    shard_embedding(tokens, group)
+    model.set_submodule(name, VocabParallelHead(head, group))
     if model.config.tie_word_embeddings:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        model.get_output_embeddings().weight = tokens.weight
     marked: Any = model
     marked.parallel_group = group
     if group.is_parallel:
@@ -124,7 +124,7 @@ def _vocabulary_of(model: PreTrainedModel) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for module, kind in ((model.get_input_embeddings(), nn.Embedding), (model.get_output_embeddings(), nn.Linear)):
         name = next((name for name, one in model.named_modules() if one is module), "")
-        if type(module) is not kind:
+        if type(module) is not kind and not (kind is nn.Embedding and isinstance(module, kind)):
             raise _refused(module, f"expected a torch.nn.{kind.__name__} in its place", name)
         found[name] = module
     return found
