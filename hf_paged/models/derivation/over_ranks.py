@@ -35,7 +35,12 @@ def part_of(whole: Layout, cls: type[PreTrainedModel], config: PreTrainedConfig,
     Raises:
         Refused: the ranks together do not compute what the whole model does.
     """
-    part = lay_out(cls, config, num_ranks)
+    try:
+        part = lay_out(cls, config, num_ranks)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"a rank's part does not run ({type(error).__name__}: {str(error)[:160]})") from error
     _check_part(whole, part, num_ranks)
     _check_clone(cls, config, attention, shares_heads=any(call.num_kv_heads % num_ranks for call in whole.calls))
     return replace(part, has_stock_cache=whole.has_stock_cache)
