@@ -444,8 +444,8 @@ MODELS = [
                     "Exaone4-0"),
     PackageMutation("models/derivation/executor.py", "if self.constants() != self.outline.constants:", "if False:",
                     DERIVED_TESTS, "does_not_describe"),
-    PackageMutation("models/executor.py", "view = _with_output(model, body.split(\".\"), output)", "view = model",
-                    DERIVED_TESTS, "Cohere-0"),
+    PackageMutation("models/executor.py", "view, head = _view(model, body.split(\".\"), lambda *args, **kwargs: output)",
+                    "view, head = model", DERIVED_TESTS, "Cohere-0"),
     PackageMutation("kernels/attention/reference.py", "return (lengths - 1) % self.chunk + 1", "return lengths",
                     "attention/test_paged_attention.py", "chunks"),
     PackageMutation("models/paged_calls.py", "        _running.forward = before", "        pass", PAGED_CALLS_TESTS,
@@ -1437,7 +1437,7 @@ PROOFS = [
     PackageMutation(PROOF_STORE, "type(config).__qualname__, values_of(config)]", "type(config).__qualname__]",
                     STORE_TESTS, "depends_on"),
     PackageMutation(PROOF_STORE, "sorted(_hash_of(Path(file)) for file in files)", "0", STORE_TESTS, "source_makes"),
-    PackageMutation(PROOF_STORE, "with _turn(key):", "with contextlib.nullcontext():", STORE_TESTS, "come_at_once"),
+    PackageMutation(PROOF_STORE, "with turn(key):", "with contextlib.nullcontext():", STORE_TESTS, "come_at_once"),
 ]
 
 PACKAGE_MUTATIONS = [

@@ -55,4 +55,5 @@ def check_over_ranks(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"model={type(model).__name__} over {group_of(model).size} ranks: {reason}")
 
 
-__all__ = ["SUPPORTED", "KVSpec", "ModelExecutor", "StepContext", "check_over_ranks", "find_executor", "why_no_executor"]
+__all__ = ["SUPPORTED", "KVSpec", "ModelExecutor", "StepContext", "check_over_ranks", "find_executor",
+           "why_no_executor"]

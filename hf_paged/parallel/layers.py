@@ -194,7 +194,8 @@ def shard_embedding(embedding: Any, group: ParallelGroup) -> None:
     embedding.weight = nn.Parameter(shard.take(embedding.weight.data), requires_grad=embedding.weight.requires_grad)
     embedding.num_embeddings, embedding.padding_idx = len(embedding.weight), None
     embedding.first = group.rank * embedding.num_embeddings
-    embedding.__class__ = sharded_class(type(embedding))
+    kind: Any = type(embedding)
+    embedding.__class__ = sharded_class(kind)
     embedding.group, embedding.shards = group, {"weight": shard}
 
 

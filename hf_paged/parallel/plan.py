@@ -147,8 +147,8 @@ def _check(name: str, module: Any, style: str | None, plan: dict[str, str]) -> N
 
 def _refused(module: nn.Module, why: str, name: str = "") -> UnsupportedModelError:
     where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-    return UnsupportedModelError(f"{where} cannot be sharded over several ranks: {why}. Expected a class with a plan of "
-                                 f"{_ACCEPTED}; or tensor_parallel_size=1")
+    return UnsupportedModelError(f"{where} cannot be sharded over several ranks: {why}. Expected a class with a plan "
+                                 f"of {_ACCEPTED}; or tensor_parallel_size=1")
 
 
 def _part_of(linear: nn.Linear, name: str, style: str | None, config: Any, group: ParallelGroup) -> nn.Linear:

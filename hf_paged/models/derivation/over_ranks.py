@@ -54,8 +54,9 @@ def _check_part(whole: Layout, part: Layout, num_ranks: int) -> None:
         divided = call._replace(num_heads=call.num_heads // num_ranks,
                                 num_kv_heads=local_kv_heads(call.num_kv_heads, num_ranks))
         if own not in (call, divided):
-            raise Refused(f"{call.module} attends by {own.num_heads} and {own.num_kv_heads} heads of queries and keys on "
-                          f"a rank of {num_ranks}, and by {call.num_heads} and {call.num_kv_heads} in the whole model")
+            raise Refused(f"{call.module} attends by {own.num_heads} and {own.num_kv_heads} heads of queries and keys "
+                          f"on a rank of {num_ranks}, and by {call.num_heads} and {call.num_kv_heads} in the whole "
+                          "model")
     if part.num_logits != whole.num_logits:
         raise Refused(f"a rank makes {part.num_logits} logits, and the whole model {whole.num_logits}")
 
