@@ -52,7 +52,8 @@ def _family_of(model: PreTrainedModel) -> Family | None:
 def check_over_ranks(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError if a rank's part of a model does not run natively."""
     if (reason := why_no_executor(model)) is not None:
-        raise UnsupportedModelError(f"model={type(model).__name__} over {group_of(model).size} ranks: {reason}")
+        raise UnsupportedModelError(f"model={type(model).__name__} over {group_of(model).size} ranks: {reason}. "
+                                    "Expected another class, or tensor_parallel_size=1")
 
 
 __all__ = ["SUPPORTED", "KVSpec", "ModelExecutor", "StepContext", "check_over_ranks", "find_executor",

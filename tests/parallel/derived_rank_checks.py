@@ -54,6 +54,7 @@ def _compare(sharded: Any, whole: Any) -> tuple[bool, bool, tuple[int, int]]:
         prompt = torch.tensor([completion.prompt_token_ids])
         stock = whole.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)[0, prompt.shape[1]:].tolist()
         tokens.append(stock == completion.token_ids and len(stock) == NEW_TOKENS)
-    spec = engine.cache_spec
+    spec, found, state = engine.cache_spec, dict(engine.named_weights()), whole.state_dict()
+    is_close = is_close and all(torch.equal(tensor, state[name]) for name, tensor in found.items())
     hf_paged.disable(sharded)
     return len(tokens) == len(PROMPTS) and all(tokens), is_close, (spec.num_heads, spec.num_kv_heads)
