@@ -46,6 +46,7 @@ OWN_CODE, AT_HOME = (f"guards/{name}.py" for name in ("original_code", "origin")
 INNER_TESTS, TOKENWISE_TESTS = "guards/test_quantized.py", "guards/test_tokenwise.py"
 BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
 PAGED_CALLS_TESTS, DERIVED_TESTS = "models/test_paged_calls.py", "models/derivation/test_executor.py"
+RANK_PARTS, RANK_PARTS_TESTS = "models/derivation/over_ranks.py", "models/derivation/test_over_ranks.py"
 GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generic_eligibility.py"
 KERNELS, KERNEL_TESTS = "guards/replaced_forwards.py", "guards/test_hub_kernels.py"
 WRAPPER_TESTS = "models/test_wrappers.py"
@@ -446,8 +447,13 @@ MODELS = [
                     "Exaone4-0"),
     PackageMutation("models/derivation/executor.py", "if self.constants() != self.outline.constants:", "if False:",
                     DERIVED_TESTS, "does_not_describe"),
-    PackageMutation("models/executor.py", "view = _with_output(model, body.split(\".\"), output)", "view = model",
+    PackageMutation("models/executor.py", "_view(model, body.split(\".\"), lambda *args, **kwargs: output)", "model",
                     DERIVED_TESTS, "Cohere-0"),
+    PackageMutation(RANK_PARTS, "if own not in (call, divided):", "if False:", RANK_PARTS_TESTS, "calls_that_are_not"),
+    PackageMutation(RANK_PARTS, "if (worst := distance(found, logits)) >= TOLERANCE:",
+                    "if (worst := distance(found, logits)) >= 1e9:", RANK_PARTS_TESTS, "do_not_add_up"),
+    PackageMutation("models/derivation/deriving.py", "replica.refresh()) or _derive", "None) or _derive",
+                    "parallel/test_replica.py", "reason_of_its_sharding"),
     PackageMutation("kernels/attention/reference.py", "return (lengths - 1) % self.chunk + 1", "return lengths",
                     "attention/test_paged_attention.py", "chunks"),
     PackageMutation("models/paged_calls.py", "        _running.forward = before", "        pass", PAGED_CALLS_TESTS,
@@ -1444,7 +1450,7 @@ PROOFS = [
     PackageMutation(PROOF_STORE, "type(config).__qualname__, values_of(config)]", "type(config).__qualname__]",
                     STORE_TESTS, "depends_on"),
     PackageMutation(PROOF_STORE, "sorted(_hash_of(Path(file)) for file in files)", "0", STORE_TESTS, "source_makes"),
-    PackageMutation(PROOF_STORE, "with _turn(key):", "with contextlib.nullcontext():", STORE_TESTS, "come_at_once"),
+    PackageMutation(PROOF_STORE, "with turn(key):", "with contextlib.nullcontext():", STORE_TESTS, "come_at_once"),
 ]
 
 PACKAGE_MUTATIONS = [

@@ -36,9 +36,11 @@ class Follower:
         device = rank_device(self.device_type, rank)
         with meanwhile(lambda: group.meet(rank_device(self.device_type, rank), store)):
             from hf_paged.engine.engine import Engine
+            from hf_paged.models import check_over_ranks
             from hf_paged.parallel.loading import load
 
-            model = load(self.path, group, dtype=self.dtype, device=device, files=self.files)
+            model = load(self.path, group, dtype=self.dtype, device=device, files=self.files,
+                         check_class=check_over_ranks)
         gc.freeze()  # modules and model live until the end: later collections need not scan them
         gc.enable()
         Engine(model, self.config, owns_device=True).follow()
@@ -73,21 +75,25 @@ def load_on_ranks(path_or_id: str | os.PathLike, size: int, dtype: str | torch.d
     if device.index not in (None, 0) or device.type not in ("cuda", "cpu"):
         raise ValueError(f"device={str(device)!r}: expected 'cuda', of which the ranks take 0 to {size - 1}, or 'cpu'")
     if not is_leading() and (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        from hf_paged.models import check_over_ranks
         from hf_paged.parallel.loading import load
 
         check_world(size)  # before this rank's GPU is made current
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
         own = rank_device(device.type, int(os.environ.get("LOCAL_RANK", rank)))
-        yield load(str(path_or_id), join(rank, size, own), dtype=dtype, device=own, files=files or {}), None
+        yield load(str(path_or_id), join(rank, size, own), dtype=dtype, device=own, files=files or {},
+                   check_class=check_over_ranks), None
         return
     workers = launch(size, Follower(str(path_or_id), dtype, device.type, config, files or {}), device.type)
     try:
         from hf_paged.engine.locked_core import rehearse
+        from hf_paged.models import check_over_ranks
         from hf_paged.parallel.loading import load
 
         own = rank_device(device.type, 0)
         with workers.meeting(own) as group:
-            model = load(str(path_or_id), group, dtype=dtype, device=own, check=workers.check, files=files)
+            model = load(str(path_or_id), group, dtype=dtype, device=own, check=workers.check, files=files,
+                         check_class=check_over_ranks)
             with group.alone(workers.check):  # compile while the others still import: they find compiled kernels
                 rehearse(model, config)
             yield model, workers

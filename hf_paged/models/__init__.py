@@ -7,8 +7,8 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from hf_paged.errors import Reason
-from hf_paged.guards.families import SUPPORTED, family_of
+from hf_paged.errors import Reason, UnsupportedModelError
+from hf_paged.guards.families import SUPPORTED, Family, family_of
 from hf_paged.guards.replaced_forwards import runs_kernels
 from hf_paged.models.base import KVSpec, StepContext
 from hf_paged.models.derivation import derive, derived
@@ -16,6 +16,8 @@ from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.executor import ModelExecutor
 from hf_paged.models.family_executor import FamilyExecutor
 from hf_paged.models.fused import FusedExecutor
+from hf_paged.parallel.group import group_of
+from hf_paged.parallel.plan import SUPPORTED as SUPPORTED_OVER_RANKS
 
 
 def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None:
@@ -25,7 +27,7 @@ def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None
 
     A model that runs kernels of the Hub keeps them: hf_paged replaces none of its modules.
     """
-    family = family_of(model)
+    family = _family_of(model)
     if family is None:
         outline = derived(model)
         return None if isinstance(outline, Reason) else partial(DerivedExecutor, outline=outline)
@@ -35,10 +37,24 @@ def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None
 
 def why_no_executor(model: PreTrainedModel, *, anew: bool = False) -> Reason | None:
     """Return why `find_executor` returns None for a model, or None; ``anew``: of the model as it is now."""
-    if family_of(model) is not None:
+    if _family_of(model) is not None:
         return None
     outline = derive(model) if anew else derived(model)
     return outline if isinstance(outline, Reason) else None
 
 
-__all__ = ["SUPPORTED", "KVSpec", "ModelExecutor", "StepContext", "find_executor", "why_no_executor"]
+def _family_of(model: PreTrainedModel) -> Family | None:
+    """Return the family of a model in the table; None if it is not known to compute the same over the model's ranks."""
+    is_known = not group_of(model).is_parallel or type(model).__name__ in SUPPORTED_OVER_RANKS
+    return family_of(model) if is_known else None
+
+
+def check_over_ranks(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if a rank's part of a model does not run natively."""
+    if (reason := why_no_executor(model)) is not None:
+        raise UnsupportedModelError(f"model={type(model).__name__} over {group_of(model).size} ranks: {reason}. "
+                                    "Expected another class, or tensor_parallel_size=1")
+
+
+__all__ = ["SUPPORTED", "KVSpec", "ModelExecutor", "StepContext", "check_over_ranks", "find_executor",
+           "why_no_executor"]

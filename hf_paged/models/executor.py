@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import xxhash
 from torch import nn
 from transformers import PreTrainedModel
@@ -37,14 +36,14 @@ from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.replaced_forwards import autocast_of_call, functions_of, kernel_numbers, why_not_replaced
 from hf_paged.guards.tokenwise import quantization_state
 from hf_paged.models.base import AttentionMask, KVSpec, StepContext
-from hf_paged.models.layer_ops import apply_head
 from hf_paged.models.paged_calls import paged_call, running
 from hf_paged.models.tuners import BASE, AdapterRows, adapter_state, by_row, is_lora, states_by_adapter, why_not_row
 from hf_paged.parallel.group import ParallelGroup, group_of
-from hf_paged.parallel.layers import VocabParallelHead
+from hf_paged.parallel.layers import SHARDED_LAYERS, ShardedEmbedding, VocabParallelHead
 from hf_paged.parallel.replica import replica_of
 
-KNOWN_LAYERS = (nn.Linear, nn.Embedding)  # whose code eligibility requires to be torch's
+# Layers whose code eligibility requires to be torch's or hf_paged's own.
+KNOWN_LAYERS = (nn.Linear, nn.Embedding, *SHARDED_LAYERS)
 _PLAIN = frozenset({bool, int, float, str})
 # Arguments with which a forward makes its hidden states and nothing else, whatever the config says.
 _QUIET = {
@@ -159,6 +158,11 @@ class ModelExecutor(ABC):
         """Path of the module from whose output the class's forward makes logits."""
 
     @property
+    def head(self) -> Any:
+        """Layer that makes logits, or None: not every class gives it."""
+        return self.model.get_output_embeddings()
+
+    @property
     @abstractmethod
     def config(self) -> Any:
         """The config that the decoder's modules read: of an image-text model the text config."""
@@ -202,9 +206,11 @@ class ModelExecutor(ABC):
         return None
 
     @property
-    @abstractmethod
     def vocab_size(self) -> int:
         """Number of tokens: rows of the embedding, over all ranks and without padding."""
+        embedding = self.model.get_input_embeddings()
+        size: int = embedding.vocab_size if isinstance(embedding, ShardedEmbedding) else len(embedding.weight)
+        return size
 
     @property
     def hidden_size(self) -> int:
@@ -336,17 +342,13 @@ class ModelExecutor(ABC):
 
     def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """Compute logits [R, vocab_size] of [R, hidden_size], on every rank; ``adapters`` [R]: as in `StepContext`."""
-        head, columns = getattr(self.model, "lm_head", None), self.shard_logits(hidden_states, adapters)
+        head, columns = self.head, self.shard_logits(hidden_states, adapters)
         return head.gathered(columns) if type(head) is VocabParallelHead else columns
 
     def shard_logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """Compute this rank's columns [R, rows] of the logits (`VocabParallelHead`); with one rank all columns."""
-        model, rows = self.model, self.adapter_rows(adapters)
-        head = getattr(model, "lm_head", None)  # not every class calls its head so
-        if type(head) is VocabParallelHead:  # whose forward gathers all columns
-            return apply_head(head, hidden_states, F.linear, rows)
-        with self._casting(), by_row(self._lora, rows):
-            return class_logits(model, self.model_class, self.body, hidden_states)
+        with self._casting(), by_row(self._lora, self.adapter_rows(adapters)):
+            return class_logits(self.model, self.model_class, self.body, hidden_states)
 
     def _casting(self) -> AbstractContextManager:
         """Return torch's autocast for modules that are called as they stand; a null context if the calls do not cast.
@@ -465,8 +467,9 @@ def final_states(body: nn.Module, input_ids: torch.Tensor, positions: torch.Tens
     return result
 
 
-def class_logits(model: nn.Module, kind: type[nn.Module], body: str, hidden: torch.Tensor) -> torch.Tensor:
-    """Compute logits [R, V] from final hidden states [R, hidden_size] by `kind.forward`.
+def class_logits(model: Any, kind: type[nn.Module], body: str, hidden: torch.Tensor) -> torch.Tensor:
+    """Compute logits [R, V] from final hidden states [R, hidden_size] by `kind.forward`; of a model that is cut over
+    ranks, this rank's columns.
 
     Classes scale, cap, norm or project behind their decoder, in code of their own. It runs over a view of the model, in
     which the decoder returns the hidden states: the model itself is not touched, and other threads may call it.
@@ -476,7 +479,10 @@ def class_logits(model: nn.Module, kind: type[nn.Module], body: str, hidden: tor
         body: path of the module whose output `kind.forward` takes the hidden states from.
     """
     output = _Output(last_hidden_state=hidden[None])
-    view = _with_output(model, body.split("."), output)
+    view, head = _view(model, body.split("."), lambda *args, **kwargs: output), model.get_output_embeddings()
+    if type(head) is VocabParallelHead:
+        path = next(name for name, module in model.named_children() if module is head)
+        view = _view(view, [path], head.own_columns)
     forward: Any = kind.forward
     # Gemma 4 compares the number of hidden states with that of the inputs.
     arguments = _accepted(kind, inputs_embeds=output.last_hidden_state, return_dict=True, **_QUIET)
@@ -499,13 +505,13 @@ def _names_taken(forward: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters)
 
 
-def _with_output(module: nn.Module, path: list[str], output: _Output) -> nn.Module:
-    """Return a view of `module` whose submodule at `path` returns `output`; for an empty path the view itself does."""
+def _view(module: nn.Module, path: list[str], forward: Callable[..., Any]) -> nn.Module:
+    """Return a view of `module` whose submodule at `path` runs `forward`; for an empty path the view itself does."""
     view = object.__new__(type(module))
     view.__dict__.update(vars(module))
     if path:
-        inner = _with_output(module.get_submodule(path[0]), path[1:], output)
+        inner = _view(module.get_submodule(path[0]), path[1:], forward)
         view.__dict__["_modules"] = {**module._modules, path[0]: inner}
     else:
-        view.__dict__["forward"] = lambda *args, **kwargs: output
+        view.__dict__["forward"] = forward
     return view

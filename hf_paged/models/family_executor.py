@@ -22,7 +22,6 @@ from hf_paged.models.executor import ModelExecutor, plain_values
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.models.rope import longest_length
 from hf_paged.parallel.layers import (
-    VocabParallelEmbedding,
     VocabParallelHead,
     local_kv_heads,
     sharded_class,
@@ -90,13 +89,6 @@ class FamilyExecutor(ModelExecutor):
 
     def max_length(self, asked: int | None = None) -> int:
         return longest_length(self.config, asked)
-
-    @property
-    def vocab_size(self) -> int:
-        embedding = self.decoder.embed_tokens
-        if isinstance(embedding, VocabParallelEmbedding):
-            return embedding.vocab_size
-        return embedding.weight.shape[0]
 
     @property
     def num_logits(self) -> int:

@@ -72,25 +72,56 @@ class RowParallelLinear(Sharded, nn.Linear):
         return output if self.bias is None else output + self.bias
 
 
-class VocabParallelEmbedding(Sharded, nn.Embedding):
-    """Embedding of `vocab_rows` rows: ids [...] -> [..., hidden_size], the same on each rank."""
-
-    def __init__(self, embedding: nn.Embedding, group: ParallelGroup) -> None:
-        shard = vocab_shard(tuple(embedding.weight.shape), group.rank, group.size)
-        rows = shard.ranges[0][1] - shard.ranges[0][0] + shard.padding
-        super().__init__(rows, embedding.embedding_dim, **_like(embedding.weight))
-        self.group = group
-        self.vocab_size = embedding.num_embeddings
-        self.first = group.rank * rows
-        self.shards = {"weight": shard}
+class GatheringLinear(ColumnParallelLinear):
+    """Linear layer of `rows` of a weight whose output every rank gets whole: [..., k] -> [..., n]."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        local = F.linear(input, self.weight, self.bias)
+        return self.group.all_gather(local).movedim(0, -2).flatten(-2) if self.group.is_parallel else local
+
+
+class SplittingLinear(RowParallelLinear):
+    """Linear layer of `columns` of a weight whose input every rank has whole: [..., k] -> [..., n]."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        [(start, stop)] = self.shards["weight"].ranges
+        return super().forward(input[..., start:stop])
+
+
+class ReplicatedLinear(Sharded, nn.Linear):
+    """Linear layer that every rank holds whole."""
+
+    def __init__(self, linear: nn.Linear, group: ParallelGroup) -> None:
+        height, width = linear.weight.shape
+        super().__init__(width, height, linear.bias is not None, **_like(linear.weight))
+        self.group = group
+        self.shards = {"weight": Shard.whole((height, width)), "bias": Shard.whole((height,))}
+
+
+class ShardedEmbedding(Sharded):
+    """Mixin for a class of embeddings of `vocab_rows` rows: ids [...] -> [..., hidden_size], the same on each rank.
+
+    The stock class may scale its vectors.
+    """
+
+    stock: type[nn.Module] = nn.Embedding
+    vocab_size: int
+    num_embeddings: int
+    first: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        vectors: torch.Tensor
         if not self.group.is_parallel:
-            return F.embedding(input, self.weight)
+            vectors = super().forward(input)  # type: ignore[misc]
+            return vectors
         local = input - self.first
         elsewhere = (local < 0) | (local >= self.num_embeddings)
-        vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        vectors = super().forward(local.masked_fill(elsewhere, 0))  # type: ignore[misc]
         return self.group.all_reduce(vectors.masked_fill(elsewhere[..., None], 0.0))
+
+
+class VocabParallelEmbedding(ShardedEmbedding, nn.Embedding):
+    """A rank's part of a `torch.nn.Embedding`."""
 
 
 class VocabParallelHead(Sharded, nn.Linear):
@@ -111,7 +142,11 @@ class VocabParallelHead(Sharded, nn.Linear):
         self.shards = {"weight": shard, "bias": vocab_shard((linear.out_features,), group.rank, group.size)}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.gathered(F.linear(input, self.weight, self.bias))
+        return self.gathered(self.own_columns(input))
+
+    def own_columns(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute this rank's columns [..., rows]."""
+        return F.linear(input, self.weight, self.bias)
 
     def gathered(self, local: torch.Tensor) -> torch.Tensor:
         """Gather the columns [..., rows] of every rank -> all logits [..., vocab_size]."""
@@ -119,6 +154,10 @@ class VocabParallelHead(Sharded, nn.Linear):
             return local
         columns = self.group.all_gather(local).movedim(0, -2)
         return columns.flatten(-2)[..., : self.vocab_size]
+
+
+SHARDED_LAYERS = (ColumnParallelLinear, GatheringLinear, ReplicatedLinear, RowParallelLinear, SplittingLinear,
+                  VocabParallelEmbedding, VocabParallelHead)
 
 
 class ShardedExperts(Sharded):
@@ -136,19 +175,35 @@ class ShardedExperts(Sharded):
 
 @cache
 def sharded_class(stock: type[nn.Module]) -> type[nn.Module]:
-    """Return the sharded class for a stock class of experts; always the same class."""
-    return type(f"Sharded{stock.__name__}", (ShardedExperts, stock), {"stock": stock, "__module__": __name__})
+    """Return the sharded class for a stock class of experts or embeddings; always the same class."""
+    if stock is nn.Embedding:
+        return VocabParallelEmbedding
+    mixin = ShardedEmbedding if issubclass(stock, nn.Embedding) else ShardedExperts
+    return type(f"Sharded{stock.__name__}", (mixin, stock), {"stock": stock, "__module__": __name__})
 
 
 def stock_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the stock class that a sharded class was made from; any other class itself."""
-    return kind.stock if issubclass(kind, ShardedExperts) else kind
+    return kind.stock if issubclass(kind, (ShardedExperts, ShardedEmbedding)) else kind
+
+
+def shard_embedding(embedding: Any, group: ParallelGroup) -> None:
+    """Make an embedding of any class, on any device, hold this rank's rows; other attributes are kept."""
+    shard = vocab_shard(tuple(embedding.weight.shape), group.rank, group.size)
+    embedding.vocab_size = embedding.num_embeddings
+    embedding.weight = nn.Parameter(shard.take(embedding.weight.data), requires_grad=embedding.weight.requires_grad)
+    embedding.num_embeddings, embedding.padding_idx = len(embedding.weight), None
+    embedding.first = group.rank * embedding.num_embeddings
+    kind: Any = type(embedding)
+    embedding.__class__ = sharded_class(kind)
+    embedding.group, embedding.shards = group, {"weight": shard}
 
 
 def shard_experts(experts: Any, group: ParallelGroup, inner: tuple[int, int]) -> None:
     """Make a stock module of fused experts, on the meta device, hold `inner` [start, stop) of every expert.
 
-    All attributes but the inner size are kept, since they differ from class to class.
+    All attributes but the inner size are kept, since they differ from class to class. A model that is not on the meta
+    device gets the values of its part at once.
     """
     start, stop = inner
     total, shape = experts.down_proj.shape[2], tuple(experts.gate_up_proj.shape)

@@ -20,7 +20,7 @@ from transformers import (
 from hf_paged.parallel.checkpoint import DTYPES, CheckpointSlice, Entry, catalogue, find_files, read, same
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.named_weights import NamedWeights, ShardRange, WeightLocation
-from hf_paged.parallel.plan import parallelize
+from hf_paged.parallel.plan import check_known, parallelize
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -31,8 +31,8 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | None = "auto",
-         device: str | torch.device, check: Callable[[], None] = lambda: None,
-         files: dict[str, Any] | None = None) -> PreTrainedModel:
+         device: str | torch.device, check: Callable[[], None] = lambda: None, files: dict[str, Any] | None = None,
+         check_class: Callable[[PreTrainedModel], None] = check_known) -> PreTrainedModel:
     """Build a causal LM of which this rank holds its part, in eval mode, and read that part from safetensors.
 
     Args:
@@ -42,6 +42,8 @@ def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | No
         device: device of the weights.
         check: called several times a second; when it raises, loading ends with its error.
         files: arguments of transformers' `from_pretrained` for finding files: revision, token, ...
+        check_class: called with the rank's part before weights are read; raises UnsupportedModelError if the forward of
+            its class may compute something else over ranks.
 
     Raises:
         UnsupportedModelError: the model cannot be sharded.
@@ -59,6 +61,7 @@ def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | No
     with init_empty_weights():
         model = auto_class(config).from_config(config, dtype=_dtype(dtype, config, entries))
     parallelize(model, group)
+    check_class(model)
     _allocate(model, device)
     _fill(model, path_or_id, entries, check)
     model.generation_config = _generation_config(path_or_id, files)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.layers import Shard, is_sharded, shard_of
@@ -24,6 +26,8 @@ _IGNORED = (r"rotary_emb\.inv_freq",)
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _EXPERT = re.compile(r"(?P<experts>.+)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 _PARTS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
+# Other names of these matrices in checkpoints that transformers converts.
+_OTHER_PARTS = {".w1.weight": ".gate_proj.weight", ".w3.weight": ".up_proj.weight", ".w2.weight": ".down_proj.weight"}
 
 
 class ShardRange(NamedTuple):
@@ -64,6 +68,7 @@ class NamedWeights:
         ignored = (*_IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))
         self._ignored = [re.compile(pattern) for pattern in ignored]
         self._modules: dict[str, tuple[nn.Module, str]] = {}
+        self._conversions: list[Any] | None = None
         self._names: dict[int, str] = {}  # by id of the tensor; of tied weights the first name
         for path, module in model.named_modules():
             for key, tensor in _own_tensors(module):
@@ -82,8 +87,11 @@ class NamedWeights:
 
     def place(self, name: str) -> WeightLocation:
         """Return the place of a name; ValueError if there is no such name, or its tensor cannot be written."""
-        if (found := self._find(name)) is None and (of_expert := _EXPERT.fullmatch(name)) is not None:
-            return self._place_of_expert(name, of_expert)
+        if (found := self._find(name)) is None:
+            name = self._converted(name)
+            if (of_expert := _EXPERT.fullmatch(name)) is not None:
+                return self._place_of_expert(name, of_expert)
+            found = self._find(name)
         if found is None:
             near = difflib.get_close_matches(name, self._modules, 1)
             raise ValueError(f"{name!r} is no tensor of the model: expected names as in its state_dict, such as "
@@ -131,6 +139,19 @@ class NamedWeights:
                           for key, (tensor, part) in _PARTS.items()
                           if tensor == fused and ShardRange(name, index, part) not in found[name]]
         return names
+
+    def _converted(self, name: str) -> str:
+        """Return the model's name for a checkpoint's, by the renamings that transformers has for the model."""
+        if self._conversions is None:
+            self._conversions = get_model_conversion_mapping(self._model)
+        for one in self._conversions:
+            if type(one) is WeightRenaming:
+                name, _ = one.rename_source_key(name)
+            elif type(one) is WeightConverter:
+                other = next((part for part in _OTHER_PARTS if name.endswith(part)), None)
+                if other is not None and any(pattern.endswith(f"experts.*{other}") for pattern in one.source_patterns):
+                    name = name.removesuffix(other) + _OTHER_PARTS[other]
+        return name
 
     def _find(self, name: str) -> tuple[nn.Module, str, torch.Tensor] | None:
         for known in (name, f"{self._model.base_model_prefix}.{name}"):

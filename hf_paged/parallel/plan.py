@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -16,61 +17,75 @@ from hf_paged.parallel.adapters import is_cut_like_its_layer
 from hf_paged.parallel.group import ParallelGroup, group_of
 from hf_paged.parallel.layers import (
     ColumnParallelLinear,
+    GatheringLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     Sharded,
-    VocabParallelEmbedding,
+    SplittingLinear,
     VocabParallelHead,
     even_range,
     is_sharded,
     kv_head_range,
     local_kv_heads,
+    shard_embedding,
     shard_experts,
 )
 
-# Models whose forwards read sizes only from their weights and from attributes that `parallelize` makes local.
+# Classes whose forwards are known to read sizes only from weights and from attributes that `cut` makes local.
 SUPPORTED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-_VOCABULARY: dict[str, type[nn.Module]] = {"model.embed_tokens": nn.Embedding, "lm_head": nn.Linear}
+# By style of transformers' plan: the class of a linear layer's part, and whether it is cut by rows of the weight.
+_CUTS: dict[str, tuple[Any, bool]] = {
+    "colwise": (ColumnParallelLinear, True), "rowwise": (RowParallelLinear, False),
+    "colwise_gather_output": (GatheringLinear, True), "rowwise_split_input": (SplittingLinear, False),
+}
+# Styles of modules that each rank holds whole; the styles differ in their gradients.
+_WHOLE = (None, "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 _EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
-_ACCEPTED = "linear layers of style colwise, rowwise or replicated..., and experts of style moe_tp_experts"
+_ACCEPTED = f"linear layers of style {', '.join(_CUTS)} or replicated..., and experts of style moe_tp_experts"
 _LOAD_AGAIN = "A layer was replaced or resized after loading. Change the checkpoint and load it again."
 
 
 def parallelize(model: PreTrainedModel, group: ParallelGroup) -> None:
     """Replace a causal LM's layers in place by this rank's parts of them; parameters keep their names.
 
-    Over several ranks the model can neither be saved nor resized from then on.
+    Over several ranks the model can neither be saved nor resized from then on. A plan does not say whether the forward
+    of a class computes the same over ranks: it is known of the classes in `SUPPORTED`, and has to be proved of others.
 
     Args:
         model: a stock model, with parameters on the meta device.
         group: the ranks that hold the model together.
 
     Raises:
-        UnsupportedModelError: a class, a layer or a style of the plan cannot be sharded; the message names it.
+        UnsupportedModelError: a layer or a style of the plan cannot be sharded; the message names it.
         ValueError: heads or an inner size do not divide, named; parameters are not on the meta device.
     """
-    plan = _plan_of(model)
-    styled = [(name, module, plan.get(_generic(name))) for name, module in model.named_modules()]
+    if (device := next(model.parameters()).device).type != "meta":
+        raise ValueError(f"a model on device {device}: expected one on the meta device, whose weights are loaded after")
+    cut(model, group)
+
+
+def cut(model: PreTrainedModel, group: ParallelGroup) -> None:
+    """Do the same as `parallelize` to a model on any device; parameters of the new layers have no values yet."""
+    plan, config = _plan_of(model), model.config.get_text_config(decoder=True)
+    vocabulary = _vocabulary_of(model)
+    styled = [(name, module, plan.get(_generic(name))) for name, module in model.named_modules()
+              if module not in vocabulary.values()]
     for name, module, style in styled:
         _check(name, module, style, plan)
-    if type(model).__name__ not in SUPPORTED:
-        raise _refused(model, "its class is another")
-    if (device := model.lm_head.weight.device).type != "meta":
-        raise ValueError(f"a model on device {device}: expected one on the meta device, whose weights are loaded after")
-    even_range(model.config.num_attention_heads, 0, group.size, "num_attention_heads")
+    even_range(config.num_attention_heads, 0, group.size, "num_attention_heads")
     for name, module, style in styled:
         if style == "moe_tp_experts":
             inner = module.down_proj.shape[2]
             shard_experts(module, group, even_range(inner, group.rank, group.size, f"the inner size of {name}"))
-        elif style in ("colwise", "rowwise") and name not in _VOCABULARY:
-            owner, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner), key, _part_of(module, name, style, model.config, group))
-    kv_heads = local_kv_heads(model.config.num_key_value_heads, group.size)
-    for layer in model.model.layers:
-        layer.self_attn.num_key_value_groups = model.config.num_attention_heads // group.size // kv_heads
-    model.model.embed_tokens = VocabParallelEmbedding(model.model.embed_tokens, group)
-    model.lm_head = VocabParallelHead(model.lm_head, group)
+        elif isinstance(module, nn.Linear):
+            model.set_submodule(name, _part_of(module, name, style, config, group))
+    owners = {name.rpartition(".")[0]: None for name, _, style in styled if style == "colwise"}
+    _count_own_heads([model.get_submodule(name) for name in owners], config, group)
+    (_, tokens), (name, head) = vocabulary.items()
+    shard_embedding(tokens, group)
+    model.set_submodule(name, VocabParallelHead(head, group))
     if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        model.get_output_embeddings().weight = tokens.weight
     marked: Any = model
     marked.parallel_group = group
     if group.is_parallel:
@@ -84,6 +99,13 @@ def _refuse_resizing(*args: Any, **kwargs: Any) -> Any:
     )
 
 
+def check_known(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if it is not known that the forward of a model's class computes the same over ranks.
+    """
+    if type(model).__name__ not in SUPPORTED:
+        raise _refused(model, f"its class is none of {', '.join(SUPPORTED)}")
+
+
 def _generic(name: str) -> str:
     """Return the name that a plan has for a module: one for all layers."""
     return re.sub(r"\b\d+\b", "*", name)
@@ -92,46 +114,70 @@ def _generic(name: str) -> str:
 def _plan_of(model: PreTrainedModel) -> dict[str, str]:
     """Return the plan that transformers' `post_init` merged: the class's for the head, the config's for the layers."""
     plan = dict(getattr(model, "tp_plan", None) or {})
-    if not any("layers." in name for name in plan):
+    if not any(".*." in name for name in plan):
         raise _refused(model, "transformers has no tensor-parallel plan for its layers (config.base_model_tp_plan)")
     return plan
 
 
-def _check(name: str, module: nn.Module, style: str | None, plan: dict[str, str]) -> None:
-    if name in _VOCABULARY:
-        if type(module) is not _VOCABULARY[name]:
-            raise _refused(module, f"expected a torch.nn.{_VOCABULARY[name].__name__} in its place", name)
-    elif style in ("colwise", "rowwise"):
-        if type(module) is not nn.Linear:
-            raise _refused(module, f"style {style!r} of a layer that is no torch.nn.Linear", name)
-    elif style == "moe_tp_experts":
-        found = {key: plan.get(f"{_generic(name)}.{key}") for key, _ in module.named_parameters()}
-        if found != _EXPERTS:
-            raise _refused(module, f"experts whose parameters have the styles {found}", name)
-    elif style is not None and not style.startswith("replicated"):
+def _vocabulary_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Return embedding and head, by their paths."""
+    found: dict[str, Any] = {}
+    for module, kind in ((model.get_input_embeddings(), nn.Embedding), (model.get_output_embeddings(), nn.Linear)):
+        name = next((name for name, one in model.named_modules() if one is module), "")
+        if type(module) is not kind and not (kind is nn.Embedding and isinstance(module, kind)):
+            raise _refused(module, f"expected a torch.nn.{kind.__name__} in its place", name)
+        found[name] = module
+    return found
+
+
+def _check(name: str, module: Any, style: str | None, plan: dict[str, str]) -> None:
+    of_parameters = {key: plan.get(f"{_generic(name)}.{key}") for key, _ in module.named_parameters(recurse=False)}
+    if style == "moe_tp_experts":
+        if of_parameters != _EXPERTS or module.gate_up_proj.shape[1] != 2 * module.down_proj.shape[2]:
+            raise _refused(module, f"experts whose parameters have the styles {of_parameters}", name)
+    elif key := next((key for key, of_it in of_parameters.items() if of_it is not None), None):
+        raise _refused(module, f"style {of_parameters[key]!r} of its {key}", name)
+    elif style in _CUTS and type(module) is not nn.Linear:
+        raise _refused(module, f"style {style!r} of a layer that is no torch.nn.Linear", name)
+    elif style not in _WHOLE and style not in _CUTS:
         raise _refused(module, f"style {style!r} of transformers' plan", name)
-    elif style is None and isinstance(module, nn.Linear):
+    elif isinstance(module, (nn.Linear, nn.Embedding)) and type(module) is not nn.Linear:
         raise _refused(module, "transformers' plan leaves it out", name)
 
 
 def _refused(module: nn.Module, why: str, name: str = "") -> UnsupportedModelError:
     where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-    return UnsupportedModelError(
-        f"{where} cannot be sharded over several ranks: {why}. Expected one of {', '.join(SUPPORTED)}, "
-        f"with {_ACCEPTED}; or tensor_parallel_size=1"
-    )
+    return UnsupportedModelError(f"{where} cannot be sharded over several ranks: {why}. Expected a class with a plan "
+                                 f"of {_ACCEPTED}; or tensor_parallel_size=1")
 
 
-def _part_of(linear: Any, name: str, style: str, config: Any, group: ParallelGroup) -> nn.Linear:
-    if style == "rowwise":
-        columns = even_range(linear.in_features, group.rank, group.size, f"in_features of {name}")
-        return RowParallelLinear(linear, group, columns)
-    if name.endswith(("self_attn.k_proj", "self_attn.v_proj")):
-        head_dim = linear.out_features // config.num_key_value_heads
-        first, last = kv_head_range(config.num_key_value_heads, group.rank, group.size)
-        return ColumnParallelLinear(linear, group, (first * head_dim, last * head_dim))
-    rows = even_range(linear.out_features, group.rank, group.size, f"out_features of {name}")
-    return ColumnParallelLinear(linear, group, rows)
+def _part_of(linear: nn.Linear, name: str, style: str | None, config: Any, group: ParallelGroup) -> nn.Linear:
+    if style is None or style not in _CUTS:
+        return ReplicatedLinear(linear, group)
+    kind, is_by_rows = _CUTS[style]
+    heads = getattr(config, "num_key_value_heads", None) or 0
+    if style == "colwise" and name.endswith((".k_proj", ".v_proj")) and heads and linear.out_features % heads == 0:
+        size = linear.out_features // heads
+        first, last = kv_head_range(heads, group.rank, group.size)
+        part: nn.Linear = kind(linear, group, (first * size, last * size))
+        return part
+    total, what = (linear.out_features, "out_features") if is_by_rows else (linear.in_features, "in_features")
+    part = kind(linear, group, even_range(total, group.rank, group.size, f"{what} of {name}"))
+    return part
+
+
+def _count_own_heads(modules: Iterable[nn.Module], config: Any, group: ParallelGroup) -> None:
+    """Set the numbers of heads that modules keep to those of this rank's heads."""
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    local = {"num_heads": (heads, heads // group.size), "num_attention_heads": (heads, heads // group.size)}
+    if kv_heads is not None:
+        own = local_kv_heads(kv_heads, group.size)
+        local["num_key_value_heads"] = kv_heads, own
+        local["num_key_value_groups"] = heads // kv_heads, heads // group.size // own
+    for module in modules:
+        for name, (whole, part) in local.items():
+            if vars(module).get(name) == whole:
+                setattr(module, name, part)
 
 
 def broken_part(model: Any) -> Reason | None:

@@ -31,9 +31,9 @@ class ShardedSampling:
     """
 
     def __init__(self, executor: ModelExecutor, device: torch.device) -> None:
-        head = executor.model.lm_head
+        head = executor.head
         self.group, self._columns = executor.group, Columns(head.first, head.first + head.num_real)
-        self._vocab_size = executor.vocab_size
+        self._num_logits = executor.num_logits
         self.said, self.heard = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         self._says = False  # host copy of `said`
 
@@ -69,7 +69,7 @@ class ShardedSampling:
         share = (rows + padding) // size
         mine = slice(self.group.rank * share, (self.group.rank + 1) * share)
         logits = pad(logits, (0, 0, 0, padding)) if padding else logits  # a pad of 0 would copy
-        whole = self.group.exchange_rows(logits)[:, : self._vocab_size]
+        whole = self.group.exchange_rows(logits)[:, : self._num_logits]
         known = {name: torch.empty(shape_of(name, share), device=logits.device, dtype=torch.float32)
                  for name in logprobs}
         tokens = draw(whole, pad(slots, (0, padding), value=padding_slot)[mine], pad(positions, (0, padding))[mine],

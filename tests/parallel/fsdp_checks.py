@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from derived_models import CLASSES, derived_model
 from family_models import family_model
 from support import LOGITS, computes_in, left_padded, random_prompts, same_but_for_near_ties, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
@@ -208,6 +209,12 @@ def units_as_accelerate_makes_them(rank: int) -> Any:
 @check
 def generic_family(rank: int) -> Any:
     return _train_and_generate(lambda: shard(family_model("gemma2"), torch.bfloat16), rank)
+
+
+@check
+def derived_classes(rank: int) -> Any:
+    return [_train_and_generate(lambda name=name, of=dtype: shard(derived_model(name, CLASSES[name][0]), of), rank)
+            for name, dtype in (("Cohere", torch.bfloat16), ("Olmoe", None))]
 
 
 @check

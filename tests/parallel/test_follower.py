@@ -24,6 +24,7 @@ from hf_paged import PagedConfig, PagedGenerator, generator
 from hf_paged.engine import locked_core
 from hf_paged.engine.follower import Follower
 from hf_paged.errors import WorkerDiedError
+from hf_paged.models import check_over_ranks
 from hf_paged.parallel import checkpoint, loading
 from hf_paged.parallel.group import ParallelGroup
 
@@ -100,7 +101,8 @@ def test_a_worker_loads_while_it_meets(monkeypatch):
         events.append(("meet", group.rank, group.size, str(device), store))
         meets.append(threading.get_ident())
 
-    def load(path, group, *, dtype, device, files):
+    def load(path, group, *, dtype, device, files, check_class):
+        assert check_class is check_over_ranks
         events.append(("load", path, group.driven, dtype, str(device)))
         loads.set()
         return "model"

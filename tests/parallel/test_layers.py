@@ -13,14 +13,17 @@ from torch import nn
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import (
     ColumnParallelLinear,
+    GatheringLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     Shard,
-    VocabParallelEmbedding,
+    SplittingLinear,
     VocabParallelHead,
     even_range,
     is_sharded,
     kv_head_range,
     local_kv_heads,
+    shard_embedding,
     shard_experts,
     sharded_class,
     stock_class,
@@ -107,12 +110,28 @@ def test_linear_layers_by_rows_and_by_columns(bias: bool) -> None:
     torch.testing.assert_close(row(x[:, 4:]), stock(x))  # a bias added by each rank would be there twice
 
 
+def test_layers_whose_neighbours_have_whole_rows() -> None:
+    torch.manual_seed(0)
+    stock, x = nn.Linear(8, 6).requires_grad_(False), torch.randn(2, 3, 8)
+    rows = stock(x).split(3, -1)
+    gathering = filled(GatheringLinear(stock, Alone(0, 2, [rows[1]]), (0, 3)), stock)
+    torch.testing.assert_close(gathering(x), stock(x))
+    other = nn.functional.linear(x[..., :4], stock.weight[:, :4])
+    splitting = filled(SplittingLinear(stock, Alone(1, 2, [other]), (4, 8)), stock)
+    torch.testing.assert_close(splitting(x), stock(x))
+    assert torch.equal(filled(ReplicatedLinear(stock, Alone(1, 2)), stock)(x), stock(x))
+    for layer in (GatheringLinear(stock, SINGLE, (0, 6)), SplittingLinear(stock, SINGLE, (0, 8))):
+        assert torch.equal(filled(layer, stock)(x), stock(x))
+
+
 def test_embedding_and_head_with_padding() -> None:
     torch.manual_seed(0)
     embedding, head = nn.Embedding(21, 4).requires_grad_(False), nn.Linear(4, 21, bias=True).requires_grad_(False)
     ids, x = torch.tensor([[0, 15, 16, 20]]), torch.randn(2, 3, 4)
     ranks = [Alone(0, 2), Alone(1, 2)]
-    parts = [filled(VocabParallelEmbedding(embedding, group), embedding) for group in ranks]
+    parts = [copy.deepcopy(embedding) for _ in ranks]
+    for part, group in zip(parts, ranks, strict=True):
+        shard_embedding(part, group)
     assert [(len(part.weight), part.first, part.vocab_size) for part in parts] == [(16, 0, 21), (16, 16, 21)]
     assert torch.equal(parts[1].weight[:5], embedding.weight[16:]) and not parts[1].weight[5:].any()
     assert torch.equal(parts[0](ids) + parts[1](ids), embedding(ids))
@@ -154,7 +173,9 @@ def test_one_rank_is_the_stock_layer() -> None:
     for layer in (column, row, VocabParallelHead(stock, SINGLE)):
         assert torch.equal(filled(layer, stock)(x), stock(x))
         assert not is_sharded(layer)
-    assert torch.equal(filled(VocabParallelEmbedding(embedding, SINGLE), embedding)(ids), embedding(ids))
+    whole = embedding(ids)
+    shard_embedding(embedding, SINGLE)
+    assert torch.equal(embedding(ids), whole)
     assert is_sharded(ColumnParallelLinear(stock, ParallelGroup(0, 2), (0, 3)))
 
 

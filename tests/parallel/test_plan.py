@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from accelerate import init_empty_weights
+from derived_models import EXPERTS, LLAMA4
 from family_models import SHAPE, VARIANTS
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -16,13 +17,17 @@ from hf_paged.errors import UnsupportedModelError
 from hf_paged.parallel.group import SINGLE, ParallelGroup, group_of
 from hf_paged.parallel.layers import (
     ColumnParallelLinear,
+    GatheringLinear,
+    ReplicatedLinear,
     RowParallelLinear,
+    ShardedEmbedding,
     ShardedExperts,
+    SplittingLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
     shard_of,
 )
-from hf_paged.parallel.plan import parallelize
+from hf_paged.parallel.plan import check_known, parallelize
 
 SUPPORTED = ["llama", "llama-3", "mistral", "qwen2", "qwen3-moe", "qwen3-moe-mixed"]
 
@@ -76,31 +81,58 @@ def test_tied_embedding_and_head_are_one_parameter() -> None:
     assert model.lm_head.shards["weight"] == model.model.embed_tokens.shards["weight"]
 
 
-@pytest.mark.parametrize(("variant", "message"), [
-    ("phi3", r"model\.layers\.0\.self_attn\.o_proj \(Linear\) cannot.*style 'rowwise_split_input'"),
-    ("olmo2", r"model\.layers\.0\.self_attn\.q_proj \(Linear\) cannot.*style 'colwise_gather_output'"),
-    ("gemma2", r"model\.embed_tokens \(Gemma2TextScaledWordEmbedding\) cannot"),
-    ("gemma3", r"model\.embed_tokens \(Gemma3TextScaledWordEmbedding\) cannot"),
-    ("gpt-oss", r"GptOssForCausalLM cannot.*no tensor-parallel plan"),
-])
-def test_families_that_cannot_be_sharded(variant: str, message: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=message) as error:
-        parallelize(meta_model(variant), ParallelGroup(0, 2))
-    assert "Qwen3ForCausalLM" in str(error.value) and "tensor_parallel_size=1" in str(error.value)
-
-
-def test_a_model_without_a_plan() -> None:
+def derived_meta_model(name: str, settings: dict[str, Any]) -> PreTrainedModel:
+    config = getattr(transformers, f"{name}Config")(**(SHAPE | settings))
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64))
-    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*no tensor-parallel plan"):
-        parallelize(model, ParallelGroup(0, 2))
+        return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
 
 
-def test_a_linear_layer_that_the_plan_leaves_out() -> None:
+@pytest.mark.parametrize(("name", "settings", "message"), [
+    ("GptOss", {}, r"GptOssForCausalLM cannot.*no tensor-parallel plan"),
+    ("StableLm", {}, r"StableLmForCausalLM cannot.*no tensor-parallel plan"),
+    ("Llama4Text", LLAMA4, r"model\.layers\.1\.feed_forward\.experts \(Llama4TextExperts\) cannot.*styles {'gate_up"),
+    ("GraniteSWA", {}, r"model\.layers\.0\.self_attn \(GraniteSWAAttention\) cannot.*style 'colwise' of its sinks"),
+])
+def test_classes_that_cannot_be_sharded(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message) as error:
+        parallelize(derived_meta_model(name, settings), ParallelGroup(0, 2))
+    assert "or tensor_parallel_size=1" in str(error.value)
+
+
+@pytest.mark.parametrize("change", [
+    lambda layer: layer.add_module("extra", nn.Embedding(2, 2, device="meta")),
+    lambda layer: layer.mlp.add_module("up_proj", nn.Bilinear(2, 2, 2, device="meta")),
+])
+def test_layers_whose_part_is_not_known(change: Any) -> None:
     model = meta_model("llama")
-    model.model.layers[1].extra = nn.Linear(2, 2, device="meta")
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.extra.*leaves it out"):
+    change(model.model.layers[1])
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\..*(leaves it out|that is no torch.nn.Linear)"):
         parallelize(model, ParallelGroup(0, 2))
+
+
+def test_layers_that_each_rank_holds_whole_or_whose_heads_are_gathered() -> None:
+    model = derived_meta_model("Olmoe", EXPERTS)
+    model.model.layers[1].extra = nn.Linear(6, 3, device="meta")
+    parallelize(model, ParallelGroup(1, 2))
+    layer = model.model.layers[1]
+    assert type(layer.extra) is ReplicatedLinear and layer.extra.weight.shape == (3, 6)
+    assert type(layer.self_attn.q_proj) is GatheringLinear and layer.self_attn.q_proj.weight.shape == (32, 64)
+    assert type(layer.self_attn.o_proj) is SplittingLinear and layer.self_attn.o_proj.weight.shape == (64, 32)
+    assert layer.self_attn.num_key_value_groups == 2  # every rank attends by all heads
+
+
+def test_embeddings_of_other_classes_keep_what_they_scale_by() -> None:
+    model = meta_model("gemma2", vocab_size=250)
+    parallelize(model, ParallelGroup(1, 2))
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, ShardedEmbedding) and embedding.scalar_embed_scale == 8.0
+    assert (embedding.vocab_size, embedding.first, embedding.weight.shape) == (250, 128, (128, 64))
+
+
+def test_numbers_of_heads_that_modules_keep_are_the_ranks() -> None:
+    model = derived_meta_model("GPTJ", {"rotary_dim": 8})
+    parallelize(model, ParallelGroup(1, 2))
+    assert model.transformer.h[0].attn.num_attention_heads == 2
 
 
 def test_a_known_plan_of_an_unknown_class() -> None:
@@ -109,8 +141,10 @@ def test_a_known_plan_of_an_unknown_class() -> None:
 
     with init_empty_weights():
         model = Other(transformers.LlamaConfig(**SHAPE))
-    with pytest.raises(UnsupportedModelError, match=r"Other cannot be sharded.*its class is another"):
-        parallelize(model, ParallelGroup(0, 2))
+    parallelize(model, ParallelGroup(0, 2))
+    with pytest.raises(UnsupportedModelError, match=r"Other cannot be sharded.*its class is none of Qwen3"):
+        check_known(model)
+    check_known(meta_model("llama"))
 
 
 @pytest.mark.parametrize(("variant", "size", "overrides", "message"), [

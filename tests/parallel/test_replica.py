@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from derived_models import CLASSES, derived_model
 from support import batch, stock_copy, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -190,3 +191,25 @@ def test_no_update_is_announced_under_requests_that_it_would_not_reach():
     with engine.weight_update():
         model.lm_head.weight.data.neg_()
     assert engine.stats().weights_version == 1
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("Arcee", torch.bfloat16), ("Olmoe", None)])
+def test_a_class_that_is_proved(name: str, dtype: torch.dtype | None) -> None:
+    """Its proof is about the classes of before, in the dtype of the forward; enabled before or after it is sharded."""
+    whole, model, enabled = (derived_model(name, CLASSES[name][0]) for _ in range(3))
+    shard(model, dtype)
+    hf_paged.enable(enabled, strict=True)
+    twin = shard(whole, dtype)
+    expected = twin.generate(**PROMPTS, **OPTIONS)
+    hf_paged.enable(model, strict=True)
+    assert torch.equal(model.generate(**PROMPTS, **OPTIONS), expected)
+    assert hf_paged.get_engine(model).replica is not None
+    if dtype is None:
+        assert torch.equal(shard(enabled).generate(**PROMPTS, **OPTIONS), expected)
+
+
+def test_a_class_that_is_proved_is_refused_with_the_reason_of_its_sharding() -> None:
+    model = shard(derived_model("Arcee", {}))
+    model.model.norm.weight.ds_id = 7
+    with pytest.raises(hf_paged.UnsupportedModelError, match="the parameters are partitioned by DeepSpeed"):
+        hf_paged.enable(model)

@@ -22,6 +22,7 @@ EXPECTED: dict[str, Any] = {
     "layers_alone": True,
     "units_as_accelerate_makes_them": TRAINED,
     "generic_family": TRAINED,
+    "derived_classes": [TRAINED, TRAINED],
     "hybrid_meshes": [TRAINED, TRAINED],
     "offloaded": TRAINED,
     "enabled_first": True,

@@ -24,6 +24,7 @@ from hf_paged.models.derivation import stored_layout
 from hf_paged.models.derivation.contents import contents_of
 from hf_paged.models.derivation.executor import OUTLINES, ModelOutline, constants_of, modules_below
 from hf_paged.models.derivation.layout import Layout, lay_out
+from hf_paged.models.derivation.over_ranks import part_of
 from hf_paged.models.derivation.rows_in_dtype import check_rows_in
 from hf_paged.models.derivation.two_halves import check_two_halves
 from hf_paged.models.executor import KNOWN_LAYERS
@@ -32,9 +33,11 @@ from hf_paged.models.proof import Verdict, prove
 from hf_paged.models.proof.interface import NAME
 from hf_paged.models.proof.line_counts import modeling_files
 from hf_paged.models.proof.prove import in_thread, patched_in
-from hf_paged.models.proof.store import key_of
+from hf_paged.models.proof.store import key_of, turn
 from hf_paged.models.proof.verdict import Refused
 from hf_paged.parallel.fsdp import plain_class
+from hf_paged.parallel.group import group_of
+from hf_paged.parallel.replica import replica_of
 
 IN_STOCK = f"It runs in stock. Without a proof, the engine runs {', '.join(SUPPORTED)}."
 _PATIENCE_S = 1.0  # before a line of progress
@@ -49,11 +52,12 @@ def derived(model: PreTrainedModel) -> ModelOutline | Reason:
 
 def derive(model: PreTrainedModel) -> ModelOutline | Reason:
     """Return the outline by which a model runs, as it is now, or why its class or config is not proved to run."""
-    known = OUTLINES.get(model)
-    if known is not None and _holds(known, model):
+    known, replica = OUTLINES.get(model), replica_of(model)
+    whole = model if replica is None else replica.model
+    if known is not None and _holds(known, whole):
         return known
     try:
-        found = _derive(model)
+        found = (None if replica is None else replica.refresh()) or _derive(whole)
     except Exception as error:  # stock runs what it can
         found = Reason("{} is not proved to run on the paged engine: {}", type(model).__name__,
                        f"its proof failed ({type(error).__name__}: {str(error)[:160]})", remedy=IN_STOCK)
@@ -81,15 +85,20 @@ def _derive(model: PreTrainedModel) -> ModelOutline | Reason:
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     if not isinstance(embedding, torch.Tensor):
         return Reason("{} is no causal LM of transformers with a table of embeddings", cls.__name__, remedy=IN_STOCK)
-    subject = _Subject(cls, copy.deepcopy(model.config), attention, embedding.dtype)
-    key = f"layout-{subject.dtype}-{key_of(cls, model.config, str(attention), modeling_files(model))}"
-    if (known := stored_layout.read(key)) is not None:
-        verdict, layout = known
-        if layout is None or _difference(layout, model) is None:
-            return _found(model, subject, verdict, layout)
-    with _progress(cls.__name__):
-        verdict, layout = _proved(subject, key)
-    return _found(model, subject, verdict, layout)
+    subject = _Subject(cls, copy.deepcopy(model.config), attention, embedding.dtype, group_of(model).size)
+    ranks = f"{subject.num_ranks}-" * (subject.num_ranks > 1)
+    key = f"layout-{ranks}{subject.dtype}-{key_of(cls, model.config, str(attention), modeling_files(model))}"
+    if (known := stored_layout.read(key)) is None or not _fits(known[1], model):
+        with _progress(cls.__name__), turn(key):  # one of the ranks proves, and the others read
+            if (again := stored_layout.read(key)) in (None, known):
+                again = _proved(subject, key)
+        known = again
+    assert known is not None
+    return _found(model, subject, *known)
+
+
+def _fits(layout: Layout | None, model: nn.Module) -> bool:
+    return layout is None or _difference(layout, model) is None
 
 
 class _Subject(NamedTuple):
@@ -99,6 +108,7 @@ class _Subject(NamedTuple):
     config: Any
     attention: Any
     dtype: torch.dtype
+    num_ranks: int
 
 
 def _proved(subject: _Subject, key: str) -> tuple[Verdict, Layout | None]:
@@ -114,11 +124,13 @@ def _proved(subject: _Subject, key: str) -> tuple[Verdict, Layout | None]:
 
 
 def _laid_out(subject: _Subject, verdict: Verdict) -> tuple[Verdict, Layout | None] | str:
-    cls, config, attention, dtype = subject
+    cls, config, attention, dtype, num_ranks = subject
     try:
         layout = lay_out(cls, config)
         layout = replace(layout, has_stock_cache=check_two_halves(cls, config, attention))
         check_rows_in(dtype, cls, config, attention)
+        if num_ranks > 1:
+            layout = part_of(layout, cls, config, attention, num_ranks)
     except Refused as refusal:
         return Verdict("refused", str(refusal)), None
     except Exception as error:

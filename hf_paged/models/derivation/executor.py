@@ -12,12 +12,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.errors import Reason
-from hf_paged.guards.hints import DISAGREE, DTYPE_OF_AUTOCAST, EVAL_MODE, ONE_DTYPE, SHARD, UNDO_REPLACEMENT
+from hf_paged.guards.hints import DISAGREE, DTYPE_OF_AUTOCAST, EVAL_MODE, ONE_DTYPE, UNDO_REPLACEMENT
 from hf_paged.guards.original_classes import of_model_class
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.models.base import AttentionMask, KVSpec, PoolShape
 from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, plain_values
 from hf_paged.models.paged_calls import implementation_of
+from hf_paged.parallel.layers import stock_class
 
 _NOT_READ = ("_attn_implementation_internal", "use_cache")  # compared otherwise, and given by each step
 
@@ -67,11 +68,11 @@ class DerivedExecutor(ModelExecutor):
         self._are_alike = len(sizes) == 1
         self._pools = () if self._are_alike and shapes[0].head_dim == shapes[0].value_dim else tuple(shapes)
         self._masks = tuple(call.mask for call in outline.calls)
+        super().__init__(model, outline.model_class, sys.modules[outline.model_class.__module__])
         paths = (outline.body, *(call.module for call in outline.calls))
         # One path for each config: each step looks them up. A module that gets another config later does not call paged
         # attention, which `running` notices.
-        self._config_paths = tuple({id(model.get_submodule(path).config): path for path in paths}.values())
-        super().__init__(model, outline.model_class, sys.modules[outline.model_class.__module__])
+        self._config_paths = tuple({id(self.model.get_submodule(path).config): path for path in paths}.values())
 
     @property
     def decoder(self) -> Any:
@@ -112,10 +113,6 @@ class DerivedExecutor(ModelExecutor):
         return self.outline.max_step_tokens
 
     @property
-    def vocab_size(self) -> int:
-        return len(self.model.get_input_embeddings().weight)
-
-    @property
     def hidden_size(self) -> int:
         size: int = self.model.get_input_embeddings().weight.shape[1]
         return size
@@ -133,7 +130,7 @@ class DerivedExecutor(ModelExecutor):
         return num_tokens * per_token * self.kv_spec().compute_dtype.itemsize + num_rows * self.num_logits * 4 * 4
 
     def original_code(self) -> OriginalCode:
-        return of_model_class(self.model_class, frozenset(self.outline.classes.values()))
+        return of_model_class(self.model_class, frozenset(map(stock_class, self.outline.classes.values())))
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module, type]]:
         # A module that the outline lacks has no class that it may have.
@@ -150,9 +147,6 @@ class DerivedExecutor(ModelExecutor):
         return constants_of(self.model, self._called)
 
     def why_not_constants(self) -> Reason | None:
-        if self.replica is not None or self.group.is_parallel:
-            return Reason("{} is sharded over several ranks, and its class is in no table of families",
-                          self.model_class.__name__, remedy=SHARD)
         reasons = (self._why_not_outline, self._why_not_dtype, self._why_not_instance, self._why_not_mode,
                    self.why_not_registry)
         return next((reason for check in reasons if (reason := check()) is not None), None)

@@ -19,6 +19,8 @@ from hf_paged.models.proof.clone import on_meta
 from hf_paged.models.proof.outline import outline_of
 from hf_paged.models.proof.verdict import Refused
 from hf_paged.models.rope import longest_length
+from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.plan import cut
 
 MOST_HEAD_DIM = 512
 
@@ -39,20 +41,27 @@ class Layout:
     has_stock_cache: bool = True
 
 
-def lay_out(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Layout:
-    """Return the layout of models of this class and config; may raise `Refused`."""
+def lay_out(cls: type[PreTrainedModel], config: PreTrainedConfig, num_ranks: int = 1) -> Layout:
+    """Return the layout of models of this class and config, or of one rank's part of them; may raise `Refused`."""
     model = on_meta(cls, config)
-    classes = {path: type(module) for path, module in model.named_modules() if path}
+    classes, group = _classes_in(model), ParallelGroup(0, num_ranks)
     if odd := next((path for path, kind in classes.items() if package_of(kind) not in ("torch", "transformers")), None):
         raise Refused(f"{odd} is a {classes[odd].__name__}, no class of torch or transformers")
+    if group.is_parallel:
+        cut(model, group)
+        classes = _classes_in(model)
     contents = contents_of(model)
-    with watched_forwards(model) as seen:
+    with watched_forwards(model) as seen, group.alone(lambda: None):
         calls = outline_of(model).calls
     if (limit := positions_of(model.config)) is None:
         raise Refused("its config names no number of positions")
     check_pages(calls)
     body = body_of(seen.entered, [call.module for call in calls])
     return Layout(body, tuple(map(_layout_of, calls)), classes, contents, seen.num_logits, limit)
+
+
+def _classes_in(model: nn.Module) -> dict[str, type]:
+    return {path: type(module) for path, module in model.named_modules() if path}
 
 
 class Forwards:

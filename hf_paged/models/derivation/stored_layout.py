@@ -12,6 +12,9 @@ from hf_paged.models.derivation.executor import AttentionLayout
 from hf_paged.models.derivation.layout import Layout
 from hf_paged.models.proof.store import read_values, write_values
 from hf_paged.models.proof.verdict import Verdict
+from hf_paged.parallel.layers import sharded_class, stock_class
+
+_PARTS = "parts of "  # in front of a class of experts that `sharded_class` derives from
 
 
 def read(key: str) -> tuple[Verdict, Layout | None] | None:
@@ -29,7 +32,7 @@ def write(key: str, verdict: Verdict, layout: Layout | None) -> None:
 
 
 def _values(layout: Layout) -> dict[str, Any]:
-    names = {path: f"{kind.__module__}:{kind.__qualname__}" for path, kind in layout.classes.items()}
+    names = {path: _name(kind) for path, kind in layout.classes.items()}
     kinds = sorted(set(names.values()))
     numbers = {path: kinds.index(name) for path, name in names.items()}
     return asdict(replace(layout, classes={})) | {"classes": numbers, "kinds": kinds}
@@ -45,8 +48,15 @@ def _layout(values: dict[str, Any] | None) -> Layout | None:
                   values["has_stock_cache"])
 
 
+def _name(kind: type) -> str:
+    stock = stock_class(kind)
+    return f"{_PARTS * (stock is not kind)}{stock.__module__}:{stock.__qualname__}"
+
+
 def _class(name: str) -> type:
     """Return a class of a file that is imported already, as those of a model at hand are."""
+    if name.startswith(_PARTS):
+        return sharded_class(_class(name.removeprefix(_PARTS)))
     module, qualname = name.split(":")
     found: Any = reduce(getattr, qualname.split("."), sys.modules[module])
     if not isinstance(found, type):

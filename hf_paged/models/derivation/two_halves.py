@@ -18,33 +18,33 @@ from hf_paged.models.proof.stock import WatchedCache, forward
 from hf_paged.models.proof.subject import TOLERANCE, attend_batch, distance
 from hf_paged.models.proof.verdict import Refused
 
-_TOKENS = 13
-_WANTED = (4, 0, 12, 7)  # of a step's tokens, those that get logits
+TOKENS = 13
+WANTED = (4, 0, 12, 7)  # of a step's tokens, those that get logits
 
 
 def check_two_halves(cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str) -> bool:
     """Raise `Refused` if the halves give other logits; return whether stock's cache holds what attention gets."""
     with Double(), torch.no_grad():
         model = clone_of(cls, reduced(config), attention)
-        tokens = torch.arange(_TOKENS) % len(embeddings_of(model))
-        spy, cache = _CausalAttention(), WatchedCache(model)
+        tokens = torch.arange(TOKENS) % len(embeddings_of(model))
+        spy, cache = CausalAttention(), WatchedCache(model)
         with answered_by(model, spy), watched_forwards(model) as seen:
             logits = forward(model, tokens.tolist(), 0, cache)
-            body = body_of(seen.entered, [path for path in map(_paths(model).get, spy.modules) if path])
+            body = body_of(seen.entered, [path for path in map(paths_of(model).get, spy.modules) if path])
             has_stock_cache = _holds_given(cache, spy)
-            hidden = final_states(model.get_submodule(body), tokens, torch.arange(_TOKENS))
-        halves = class_logits(model, cls, body, hidden[list(_WANTED)])
-    if (worst := distance(halves, logits[list(_WANTED)])) >= TOLERANCE:
+            hidden = final_states(model.get_submodule(body), tokens, torch.arange(TOKENS))
+        halves = class_logits(model, cls, body, hidden[list(WANTED)])
+    if (worst := distance(halves, logits[list(WANTED)])) >= TOLERANCE:
         raise Refused(f"logits of the final hidden states of {body} differ from the class's by {worst:.1e} of their "
                       "standard deviation")
     return has_stock_cache
 
 
-def _paths(model: nn.Module) -> dict[nn.Module, str]:
+def paths_of(model: nn.Module) -> dict[nn.Module, str]:
     return {module: path for path, module in model.named_modules()}
 
 
-def _holds_given(cache: WatchedCache, spy: _CausalAttention) -> bool:
+def _holds_given(cache: WatchedCache, spy: CausalAttention) -> bool:
     """Return whether a cache holds the keys and values of all attention calls, layer by layer."""
     held = [(entry.keys, entry.values) for entry in cache.entries]
     alike = len(held) == len(spy.given) and all(
@@ -53,7 +53,7 @@ def _holds_given(cache: WatchedCache, spy: _CausalAttention) -> bool:
     return alike and [entry.layer for entry in cache.entries] == list(range(len(held)))
 
 
-class _CausalAttention:
+class CausalAttention:
     """Attention engine over full causal masks, which keeps what each call is given."""
 
     def __init__(self) -> None:

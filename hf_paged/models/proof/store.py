@@ -51,7 +51,7 @@ def get_or_make(key: str | None, make: Callable[[], Verdict]) -> Verdict:
         return make()
     if (known := read(key)) is not None:
         return known
-    with _turn(key):
+    with turn(key):
         if (known := read(key)) is None:
             known = make()
             write(key, known)
@@ -84,7 +84,7 @@ def write_values(key: str, values: Any) -> None:
 
 
 @contextlib.contextmanager
-def _turn(key: str) -> Iterator[None]:
+def turn(key: str) -> Iterator[None]:
     """Wait while another process or thread works on a key, at most `LONGEST_WAIT_S`, in front of a ``with`` block."""
     path = None
     with contextlib.suppress(OSError, RuntimeError):
@@ -109,4 +109,5 @@ def _digest(values: Any) -> str:
 @functools.cache
 def _proof_source() -> list[str]:
     """Return hashes of the code that proves, lays out and runs models: where it changes, all is made again."""
-    return [_hash_of(file) for file in sorted(Path(__file__).parents[1].rglob("*.py"))]
+    package = Path(__file__).parents[2]
+    return [_hash_of(file) for layer in ("models", "parallel") for file in sorted((package / layer).rglob("*.py"))]

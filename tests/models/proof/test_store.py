@@ -132,7 +132,7 @@ def test_one_of_two_that_come_at_once_makes_the_verdict():
 
 def test_a_wait_has_an_end(monkeypatch):
     monkeypatch.setattr(store, "LONGEST_WAIT_S", 0.0)
-    with store._turn("key"):
+    with store.turn("key"):
         assert store.get_or_make("key", lambda: PROVED) == PROVED
 
 
