@@ -27,6 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.pytorch_utils import Conv1D
 
 from hf_paged.errors import Reason
 from hf_paged.guards.hints import REMOVE_HOOK
@@ -39,12 +40,12 @@ from hf_paged.guards.tokenwise import quantization_state
 from hf_paged.models.base import AttentionMask, KVSpec, StepContext
 from hf_paged.models.layer_ops import apply_head
 from hf_paged.models.paged_calls import paged_call, running
-from hf_paged.models.tuners import BASE, AdapterRows, adapter_state, by_row, is_lora, states_by_adapter, why_not_row
+from hf_paged.models.tuners import BASE, AdapterRows, adapter_state, by_row, is_adapted, states_by_adapter, why_not_row
 from hf_paged.parallel.group import ParallelGroup, group_of
 from hf_paged.parallel.layers import VocabParallelHead
 from hf_paged.parallel.replica import replica_of
 
-KNOWN_LAYERS = (nn.Linear, nn.Embedding)  # whose code eligibility requires to be torch's
+KNOWN_LAYERS = (nn.Linear, nn.Embedding, Conv1D)  # whose code eligibility requires to be torch's and transformers'
 _PLAIN = frozenset({bool, int, float, str})
 # Arguments with which a forward makes its hidden states and nothing else, whatever the config says.
 _QUIET = {
@@ -57,7 +58,7 @@ class ModelReadings:
 
     ``state``: constants, active adapters and settings of quantized layers, as text. ``called_kinds``: classes of the
     layers that are called as they stand, without torch's. ``dtypes``: dtypes of floating-point parameters.
-    ``adapters``: by name of a LoRA adapter, the state for rows under it in place of ``state``. ``passed``: under which
+    ``adapters``: by name of an adapter, the state for rows under it in place of ``state``. ``passed``: under which
     autocast eligibility found nothing against the model, and classes whose code it compares anew; None: it has not yet.
     """
 
@@ -66,19 +67,20 @@ class ModelReadings:
         modules = list(model.named_modules())
         constants = repr((executor.constants(), kernel_numbers(modules), quantization_state(modules)))
         kinds = {type(inner): None for _, module in executor.called_modules() for inner in module.modules()}
-        lora = [(path, module) for path, module in modules if is_lora(module)]
+        adapted = [(path, module) for path, module in modules if is_adapted(module)]
         self.structure = structure
         self.state = f"{constants}{adapter_state(model)}"
         self.called_kinds: tuple[type, ...] = tuple(kind for kind in kinds if kind not in KNOWN_LAYERS)
         self.dtypes = frozenset(p.dtype for p in model.parameters() if p.is_floating_point())
-        self._lora = [(path, weakref.ref(layer)) for path, layer in lora]
-        self.adapters = {name: f"{constants}{of_it}" for name, of_it in states_by_adapter(lora).items()} if lora else {}
+        self._adapted = [(path, weakref.ref(layer)) for path, layer in adapted]
+        states = states_by_adapter(adapted) if adapted else {}
+        self.adapters = {name: f"{constants}{of_it}" for name, of_it in states.items()}
         self.adapter_names = tuple(name for name in self.adapters if name != BASE)
         self.passed: tuple[tuple[type, ...], torch.dtype | None] | None = None
 
-    def lora_layers(self) -> list[tuple[str, Any]]:
-        """Return the model's LoRA layers with their paths."""
-        return [(path, layer) for path, reference in self._lora if (layer := reference()) is not None]
+    def adapted_layers(self) -> list[tuple[str, Any]]:
+        """Return the model's layers with adapters, with their paths."""
+        return [(path, layer) for path, reference in self._adapted if (layer := reference()) is not None]
 
 
 class ModelExecutor(ABC):
@@ -104,7 +106,7 @@ class ModelExecutor(ABC):
         self.autocast: torch.dtype | None = None
         self._look: ModelReadings | None = None
         self._row_names: tuple[str, ...] = ()
-        self._lora: list[weakref.ref] = []
+        self._adapted: list[weakref.ref] = []
         self.watch = ModelWatch()
         self._functions = functions_of(modeling)
         self.original_code()  # record it now, before code patches the enabled model
@@ -330,7 +332,7 @@ class ModelExecutor(ABC):
         """Compute final normed hidden states [T, hidden_size], or [W, hidden_size] of `wanted` tokens, from ids [T]."""
         rows = self.adapter_rows(step.adapters)
         with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
-              by_row(self._lora, rows)):
+              by_row(self._adapted, rows)):
             result = final_states(self.decoder, input_ids, step.positions)
         return result if step.wanted is None else result[step.wanted]
 
@@ -345,7 +347,7 @@ class ModelExecutor(ABC):
         head = getattr(model, "lm_head", None)  # not every class calls its head so
         if type(head) is VocabParallelHead:  # whose forward gathers all columns
             return apply_head(head, hidden_states, F.linear, rows)
-        with self._casting(), by_row(self._lora, rows):
+        with self._casting(), by_row(self._adapted, rows):
             return class_logits(model, self.model_class, self.body, hidden_states)
 
     def _casting(self) -> AbstractContextManager:
@@ -404,13 +406,13 @@ class ModelExecutor(ABC):
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """Names of the LoRA adapters that rows can use, sorted: entries 1, 2, ... of `StepContext.adapters`."""
+        """Names of the adapters that rows can use, sorted: entries 1, 2, ... of `StepContext.adapters`."""
         return self.look().adapter_names
 
     def name_rows(self) -> tuple[str, ...]:
         """Let `StepContext.adapters` count the present `adapter_names` from now on, and return these names."""
         look = self.look()
-        self._row_names, self._lora = look.adapter_names, [weakref.ref(layer) for _, layer in look.lora_layers()]
+        self._row_names, self._adapted = look.adapter_names, [weakref.ref(one) for _, one in look.adapted_layers()]
         return self._row_names
 
     def adapter_rows(self, adapters: torch.Tensor | None) -> AdapterRows | None:
@@ -426,19 +428,19 @@ class ModelExecutor(ABC):
             found = ", ".join(map(repr, (*look.adapter_names, BASE)))
             return Reason("the model has no adapter {}: expected one of {}", repr(name), found,
                           remedy="Load it with `load_adapter` of the PagedGenerator, the Engine or the PeftModel.")
-        return why_not_row(look.lora_layers(), name)
+        return why_not_row(look.adapted_layers(), name)
 
     def adapters_in_force(self) -> list[str] | Reason | None:
         """Return the adapters that PEFT's hooks give the rows of a forward now, by row; None without hooks.
 
-        The LoRA layers come from the last look, with which `unsupported_reason` has just compared the modules.
+        The layers come from the last look, with which `unsupported_reason` has just compared the modules.
         """
         look = self._look or self.look()
         if not look.adapters:
             return None
         if self.replica is not None:  # PEFT puts its hooks on the user's model
-            return names_in_force([layer for layer in self.source.modules() if is_lora(layer)])
-        return names_in_force([layer for _, layer in look.lora_layers()])
+            return names_in_force([layer for layer in self.source.modules() if is_adapted(layer)])
+        return names_in_force([layer for _, layer in look.adapted_layers()])
 
 
 def plain_values(module: nn.Module) -> list[tuple[str, Any]]:

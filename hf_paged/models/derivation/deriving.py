@@ -76,13 +76,15 @@ def _derive(model: PreTrainedModel) -> ModelOutline | Reason:
     if cls is None or not cls.__module__.startswith("transformers.models."):
         return Reason("{} is no causal LM of transformers", type(model).__name__, remedy=IN_STOCK)
     attention = implementation_of(model.config.get_text_config(decoder=True))
-    if (place := patched_in(model, attention)) is not None:
+    # Layers of other packages (LoRA, quantized) stand for known layers, and are judged as those of listed families.
+    own = [module for module in model.modules() if package_of(type(module)) in ("torch", "transformers")]
+    if (place := patched_in(own, attention)) is not None:
         return Reason("{} is patched", place, remedy=UNDO_PATCH)
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     if not isinstance(embedding, torch.Tensor):
         return Reason("{} is no causal LM of transformers with a table of embeddings", cls.__name__, remedy=IN_STOCK)
     subject = _Subject(cls, copy.deepcopy(model.config), attention, embedding.dtype)
-    key = f"layout-{subject.dtype}-{key_of(cls, model.config, str(attention), modeling_files(model))}"
+    key = f"layout-{subject.dtype}-{key_of(cls, model.config, str(attention), modeling_files(own))}"
     if (known := stored_layout.read(key)) is not None:
         verdict, layout = known
         if layout is None or _difference(layout, model) is None:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from hf_paged.errors import Reason
 from hf_paged.guards.hints import DISAGREE, DTYPE_OF_AUTOCAST, EVAL_MODE, ONE_DTYPE, SHARD, UNDO_REPLACEMENT
@@ -125,9 +126,8 @@ class DerivedExecutor(ModelExecutor):
         return self.outline.num_logits
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
-        linear = [module for module in self.decoder.modules() if isinstance(module, nn.Linear)]
         hidden = self.model.get_input_embeddings().weight.shape[1]
-        widest = max((layer.out_features for layer in linear), default=hidden)
+        widest = max([hidden, *(_width(module) for module in self.decoder.modules())])
         experts = getattr(self.config, "num_experts_per_tok", None) or 1
         per_token = 8 * hidden + experts * (3 * widest + 2 * hidden)
         return num_tokens * per_token * self.kv_spec().compute_dtype.itemsize + num_rows * self.num_logits * 4 * 4
@@ -193,9 +193,16 @@ class DerivedExecutor(ModelExecutor):
 
     def _why_not_mode(self) -> Reason | None:
         # `resize_token_embeddings` makes new layers, of train mode.
-        if any(module.training for module in self.model.modules() if type(module) not in (nn.Linear, nn.Embedding)):
+        if any(module.training for module in self.model.modules() if type(module) not in KNOWN_LAYERS):
             return Reason("the model is in train mode, where it may drop out", remedy=EVAL_MODE)
         return None
+
+
+def _width(layer: nn.Module) -> int:
+    """Return the number of columns of a layer's result; 0 if it is no linear layer."""
+    if isinstance(layer, Conv1D):
+        return layer.nf
+    return layer.out_features if isinstance(layer, nn.Linear) else 0
 
 
 def modules_below(module: nn.Module, called: Collection[str], path: str = "") -> Iterator[tuple[str, nn.Module]]:
