@@ -21,14 +21,15 @@ from hf_paged.models.fused import FusedExecutor
 def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None:
     """Return a factory of the executor for the class of `model` or a base class, or None.
 
-    A class that is in no table is proved to run at the first look at a model: seconds, where no proof is stored.
+    A class that is in no table is proved to run at the first look at a model, and at the first call after its config
+    changed: seconds, where no proof is stored.
 
     A model that runs kernels of the Hub keeps them: hf_paged replaces none of its modules.
     """
     family = family_of(model)
     if family is None:
         outline = derived(model)
-        return None if isinstance(outline, Reason) else partial(DerivedExecutor, outline=outline)
+        return None if isinstance(outline, Reason) else partial(DerivedExecutor, outline=outline, derive=derive)
     is_fused = family.fused and not runs_kernels(model, family.modeling)
     return partial(FusedExecutor if is_fused else FamilyExecutor, family=family)
 

@@ -17,8 +17,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
-from hf_paged.guards.families import SUPPORTED
-from hf_paged.guards.hints import PUT_BACK, UNDO_PATCH
+from hf_paged.guards.hints import UNDO_PATCH
 from hf_paged.guards.origin import package_of
 from hf_paged.models.derivation import stored_layout
 from hf_paged.models.derivation.contents import contents_of
@@ -36,7 +35,9 @@ from hf_paged.models.proof.store import key_of
 from hf_paged.models.proof.verdict import Refused
 from hf_paged.parallel.fsdp import plain_class
 
-IN_STOCK = f"It runs in stock. Without a proof, the engine runs {', '.join(SUPPORTED)}."
+IN_STOCK = "It runs in stock. The page docs/models.md lists the classes that run on the engine."
+_AGREE = ("A module was exchanged, or the config changed and the modules did not. Put back what changed, or "
+          "load the model anew.")
 _PATIENCE_S = 1.0  # before a line of progress
 _refusals: WeakKeyDictionary[PreTrainedModel, Reason] = WeakKeyDictionary()
 
@@ -137,7 +138,7 @@ def _found(model: PreTrainedModel, subject: _Subject, verdict: Verdict,
     if layout is None:
         return Reason("{} is not proved to run on the paged engine: {}", cls.__name__, verdict.reason, remedy=IN_STOCK)
     if (difference := _difference(layout, model) or _other_attention(layout, model, subject.attention)) is not None:
-        return Reason("{}, unlike in a new model of its config", difference, remedy=PUT_BACK)
+        return Reason("{}, unlike in a new model of its config", difference, remedy=_AGREE)
     limits = [limit for limit in (layout.positions, verdict.max_length) if limit is not None]
     return ModelOutline(cls, layout.body, layout.calls, layout.classes, layout.num_logits, min(limits),
                         constants_of(model, _called(layout.classes)), verdict.max_step_tokens, subject.dtype,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_paged.errors import Reason
-from hf_paged.guards.hints import DISAGREE, DTYPE_OF_AUTOCAST, EVAL_MODE, ONE_DTYPE, SHARD, UNDO_REPLACEMENT
+from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN, EVAL_MODE, ONE_DTYPE, SHARD, UNDO_REPLACEMENT
 from hf_paged.guards.original_classes import of_model_class
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.models.base import AttentionMask, KVSpec, PoolShape
@@ -60,8 +60,10 @@ OUTLINES: WeakKeyDictionary[PreTrainedModel, ModelOutline] = WeakKeyDictionary()
 class DerivedExecutor(ModelExecutor):
     """Executor that runs the modules of a model as they stand, by the model's outline."""
 
-    def __init__(self, model: PreTrainedModel, *, outline: ModelOutline, **techniques: bool) -> None:
-        self.outline = outline
+    def __init__(self, model: PreTrainedModel, *, outline: ModelOutline,
+                 derive: Callable[[PreTrainedModel], ModelOutline | Reason], **techniques: bool) -> None:
+        """Run a model by its outline; ``derive`` makes the outline of the model as it is after a change."""
+        self.outline, self._derive = outline, derive
         self._called = frozenset(path for path, kind in outline.classes.items() if kind in KNOWN_LAYERS)
         shapes = [PoolShape(call.num_kv_heads, call.head_dim, call.value_dim) for call in outline.calls]
         sizes = {(call.num_heads, *shape) for call, shape in zip(outline.calls, shapes, strict=True)}
@@ -158,10 +160,17 @@ class DerivedExecutor(ModelExecutor):
         return next((reason for check in reasons if (reason := check()) is not None), None)
 
     def _why_not_outline(self) -> Reason | None:
-        if missing := self.outline.classes.keys() - dict(self._modules()).keys():
-            return Reason("the model lacks {}, which its outline has", min(missing), remedy=DISAGREE)
-        if self.constants() != self.outline.constants:
-            return Reason("the config, or a number in a module, changed since the outline was made", remedy=DISAGREE)
+        """Return why the model as it is now has no outline with the same attention calls, or None."""
+        if self.constants() == self.outline.constants and self.outline.classes.keys() <= dict(self._modules()).keys():
+            return None
+        found = self._derive(self.source)  # takes seconds, where a proof is not stored
+        if isinstance(found, Reason):
+            return found
+        if (found.body, found.calls, found.max_length, found.max_step_tokens) != (
+                self.outline.body, self.outline.calls, self.outline.max_length, self.outline.max_step_tokens):
+            return Reason("the config changed, and with it the attention or the lengths of sequences",
+                          remedy=ENABLE_AGAIN)
+        self.outline = found
         return None
 
     def _why_not_dtype(self) -> Reason | None:
@@ -171,7 +180,7 @@ class DerivedExecutor(ModelExecutor):
         dtype = self.kv_spec().compute_dtype
         if dtype != self.outline.dtype:
             return Reason("weights of dtype {}, which were {} when the model was enabled", dtype, self.outline.dtype,
-                          remedy="Disable the model, and enable it again.")
+                          remedy=ENABLE_AGAIN)
         if (cast := self.autocast or self.autocast_of_call()) is not None:
             return Reason("autocast to {}, for which {} is not proved", cast, self.model_class.__name__,
                           remedy=DTYPE_OF_AUTOCAST)

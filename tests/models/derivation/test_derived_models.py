@@ -116,7 +116,7 @@ def test_a_model_unlike_a_new_one_of_its_config_is_refused(change):
 
 AFTER = {
     "exchanged layer": (lambda model: setattr(model.model.layers[1], "mlp", torch.nn.Identity()), "is a torch.nn"),
-    "config": (lambda model: setattr(model.config, "hidden_act", "gelu"), "changed since the outline"),
+    "config": (lambda model: setattr(model.config, "hidden_act", "gelu"), "mlp.act_fn is a ReLUSquaredActivation"),
     "hook": (lambda model: model.model.norm.register_forward_hook(lambda *args: None), "has a forward hook"),
     "dtype": (lambda model: model.to(torch.float16), "which were torch.float32 when the model was enabled"),
     "train mode": (lambda model: model.train(), "train mode"),
@@ -138,12 +138,19 @@ def test_autocast_is_left_to_stock():
         assert "autocast to torch.bfloat16, for which Arcee" in str(hf_paged.explain(model, **batch([9])))
 
 
-@pytest.mark.parametrize("change", [lambda model: setattr(model.config, "bos_token_id", 5),
-                                    lambda model: model.to(torch.bfloat16)], ids=["config", "dtype"])
-def test_what_changed_is_proved_at_the_next_enable(change):
-    model = hf_paged.enable(derived_model("Arcee", {}))
-    change(model)
+def test_another_dtype_is_proved_at_the_next_enable():
+    model = hf_paged.enable(derived_model("Arcee", {})).to(torch.bfloat16)
     hf_paged.enable(model, strict=True)
+    assert_native_parity(model, **batch([9]), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("change", [lambda model: setattr(model.config, "pad_token_id", 5),
+                                    lambda model: model.set_attn_implementation("eager")], ids=["config", "attention"])
+def test_a_changed_config_is_proved_at_the_next_call(change):
+    """As programs that add tokens or a chat template change it."""
+    model = hf_paged.enable(derived_model("Arcee", {}), strict=True)
+    assert_native_parity(model, **batch([9]), max_new_tokens=3)
+    change(model)
     assert_native_parity(model, **batch([9]), max_new_tokens=3)
 
 
@@ -190,14 +197,26 @@ def test_no_question_but_enable_and_explain_makes_a_proof(monkeypatch):
             hf_paged.get_engine(model)
 
 
-@pytest.mark.parametrize("name", ["Arcee", pytest.param("GPTNeoX", marks=pytest.mark.slow),
-                                  pytest.param("OPT", marks=pytest.mark.slow)])
-def test_a_resized_vocabulary(name):
+@pytest.mark.parametrize(("name", "is_tied", "tokens"), [
+    ("Arcee", False, 264), ("Arcee", True, 130), *(pytest.param(name, is_tied, tokens, marks=pytest.mark.slow)
+    for name in ("Cohere", "DeepseekV2", "GPTNeoX", "Gemma", "OPT", "Starcoder2")
+    for is_tied, tokens in ((False, 130), (True, 264)))])
+def test_a_resized_vocabulary(name, is_tied, tokens):
     """Modules below the model keep the number of tokens that they were made with, and new layers are in train mode."""
-    model = derived_model(name, CLASSES[name][0])
-    model.resize_token_embeddings(264, mean_resizing=False)
-    hf_paged.enable(model, strict=True)
-    assert_native_parity(model, **batch([9]), max_new_tokens=3)
+    model = derived_model(name, CLASSES[name][0] | {"tie_word_embeddings": is_tied})
+    if tokens == 264:
+        hf_paged.enable(model, strict=True)
+        assert_native_parity(model, **batch([9]), max_new_tokens=3)
+    for size in (tokens, tokens + 6):
+        model.resize_token_embeddings(size, mean_resizing=False)
+        with torch.no_grad():  # so that new tokens are made
+            model.get_input_embeddings().weight[size - 4 :] *= 8.0
+        if not hf_paged.is_enabled(model):
+            hf_paged.enable(model, strict=True)
+        engine = hf_paged.get_engine(model)
+        assert_native_parity(model, **left_padded(random_prompts([5], vocab_size=size)), max_new_tokens=2)
+        assert (engine.vocab_size, engine.num_logits) == (size, size)
+        assert_native_parity(model, **left_padded(random_prompts([9, 30], vocab_size=size)), max_new_tokens=3)
 
 
 @pytest.mark.parametrize(("name", "settings"), [
