@@ -11,7 +11,7 @@ from hf_paged.errors import Reason
 from hf_paged.guards.families import SUPPORTED, family_of
 from hf_paged.guards.replaced_forwards import runs_kernels
 from hf_paged.models.base import KVSpec, StepContext
-from hf_paged.models.derivation import derive, derived
+from hf_paged.models.derivation import derive, derived, why_rows_mix
 from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.executor import ModelExecutor
 from hf_paged.models.family_executor import FamilyExecutor
@@ -29,7 +29,8 @@ def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None
     family = family_of(model)
     if family is None:
         outline = derived(model)
-        return None if isinstance(outline, Reason) else partial(DerivedExecutor, outline=outline, derive=derive)
+        return None if isinstance(outline, Reason) else partial(
+            DerivedExecutor, outline=outline, derive=derive, why_rows_mix=why_rows_mix)
     is_fused = family.fused and not runs_kernels(model, family.modeling)
     return partial(FusedExecutor if is_fused else FamilyExecutor, family=family)
 

@@ -5,7 +5,6 @@ Checked at every call, since hooks, wrappers, patches, adapters and dtypes come 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import takewhile
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -31,9 +30,8 @@ from hf_paged.guards.tokenwise import (
     row_mixing_of_layer,
     row_mixing_of_scheme,
     row_mixing_of_weight,
-    stores_float8,
 )
-from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor
+from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.models.tuners import is_adapted, layers_within
 from hf_paged.parallel.fsdp import plain_class
@@ -263,23 +261,10 @@ def _why_not_dtype(seen: ModelWalk) -> Reason | None:
     if spec.compute_dtype not in COMPUTE_DTYPES:
         return Reason("weights of dtype {}", spec.compute_dtype, remedy=hints.ONE_DTYPE)
     dtypes = {p.dtype for _, p in seen.parameters if p.is_floating_point()}
-    if seen.autocast is not None and dtypes != {seen.autocast}:
-        return _why_not_autocast(seen, seen.autocast)
-    own = [(name, module) for name, module, _ in seen.own if type(module) not in seen.executor.casting]
-    for name, module in own + seen.called:
-        for weight in _float_weights(module):
-            if weight.dtype != spec.compute_dtype:
-                return Reason("mixed dtypes: {} is {}, the embedding {}", name, weight.dtype, spec.compute_dtype,
-                              remedy=hints.ONE_DTYPE)
-    return None
-
-
-def _float_weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the weights of a layer, or of those that a tuner's layer stands for, whose dtype is computed in."""
-    for layer in layers_within(module):
-        weight = getattr(layer, "weight", None)
-        if isinstance(weight, torch.Tensor) and not stores_float8(layer, weight) and weight.is_floating_point():
-            yield weight
+    autocast = None if dtypes == {seen.autocast} else seen.autocast
+    if autocast is not None and (reason := _why_not_autocast(seen, autocast)) is not None:
+        return reason
+    return seen.executor.why_not_precision(autocast)
 
 
 def _why_not_autocast(seen: ModelWalk, autocast: torch.dtype) -> Reason | None:
@@ -292,7 +277,7 @@ def _why_not_autocast(seen: ModelWalk, autocast: torch.dtype) -> Reason | None:
     if implementation_of(seen.executor.config) == "flex_attention":
         return Reason("autocast to {}, which flex_attention does not know", autocast, remedy=hints.OWN_ATTENTION)
     for module in (*(module for _, module, _ in seen.own), *(module for _, module in seen.called)):
-        for weight in _float_weights(module):
+        for weight in float_weights(module):
             if weight.dtype not in COMPUTE_DTYPES:
                 return Reason("weights of dtype {}", weight.dtype, remedy=hints.ONE_DTYPE)
     return None

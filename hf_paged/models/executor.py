@@ -30,17 +30,26 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from hf_paged.errors import Reason
-from hf_paged.guards.hints import REMOVE_HOOK
+from hf_paged.guards.hints import ONE_DTYPE, REMOVE_HOOK
 from hf_paged.guards.hooks import names_in_force
 from hf_paged.guards.model_watch import ModelTensors, ModelWatch
 from hf_paged.guards.original_classes import of_class, patched_entry
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.replaced_forwards import autocast_of_call, functions_of, kernel_numbers, why_not_replaced
-from hf_paged.guards.tokenwise import quantization_state
+from hf_paged.guards.tokenwise import quantization_state, stores_float8
 from hf_paged.models.base import AttentionMask, KVSpec, StepContext
 from hf_paged.models.layer_ops import apply_head
 from hf_paged.models.paged_calls import paged_call, running
-from hf_paged.models.tuners import BASE, AdapterRows, adapter_state, by_row, is_adapted, states_by_adapter, why_not_row
+from hf_paged.models.tuners import (
+    BASE,
+    AdapterRows,
+    adapter_state,
+    by_row,
+    is_adapted,
+    layers_within,
+    states_by_adapter,
+    why_not_row,
+)
 from hf_paged.parallel.group import ParallelGroup, group_of
 from hf_paged.parallel.layers import VocabParallelHead
 from hf_paged.parallel.replica import replica_of
@@ -266,6 +275,20 @@ class ModelExecutor(ABC):
                           remedy="Set one of transformers' own in the config.")
         return None
 
+    def why_not_precision(self, autocast: torch.dtype | None) -> Reason | None:
+        """Return why the model does not compute each row alone, or at all, under this autocast (None: it casts
+        nothing) and with weights of the present dtypes, or None."""
+        if autocast is not None:
+            return None
+        dtype = self.kv_spec().compute_dtype
+        own = ((name, module) for name, module, _ in self.own_modules() if type(module) not in self.casting)
+        for name, module in (*own, *self.called_modules()):
+            for weight in float_weights(module):
+                if weight.dtype != dtype:
+                    return Reason("mixed dtypes: {} is {}, the embedding {}", name, weight.dtype, dtype,
+                                  remedy=ONE_DTYPE)
+        return None
+
     # -- what is made of the weights --------------------------------------------------------------------------------
 
     def prepare(self, max_model_len: int) -> None:  # noqa: B027
@@ -441,6 +464,14 @@ class ModelExecutor(ABC):
         if self.replica is not None:  # PEFT puts its hooks on the user's model
             return names_in_force([layer for layer in self.source.modules() if is_adapted(layer)])
         return names_in_force([layer for _, layer in look.adapted_layers()])
+
+
+def float_weights(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the weights of a layer, or of those that a tuner's layer stands for, whose dtype is computed in."""
+    for layer in layers_within(module):
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, torch.Tensor) and not stores_float8(layer, weight) and weight.is_floating_point():
+            yield weight
 
 
 def plain_values(module: nn.Module) -> list[tuple[str, Any]]:

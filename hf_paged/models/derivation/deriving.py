@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import threading
 from collections.abc import Iterator
@@ -21,13 +22,13 @@ from hf_paged.guards.hints import UNDO_PATCH
 from hf_paged.guards.origin import package_of
 from hf_paged.models.derivation import stored_layout
 from hf_paged.models.derivation.contents import contents_of
-from hf_paged.models.derivation.executor import OUTLINES, ModelOutline, constants_of, modules_below
+from hf_paged.models.derivation.executor import OUTLINES, ModelOutline, constants_of, modules_below, precision_of
 from hf_paged.models.derivation.layout import Layout, lay_out
-from hf_paged.models.derivation.rows_in_dtype import check_rows_in
+from hf_paged.models.derivation.rows_in_dtype import Precision, check_rows_in
 from hf_paged.models.derivation.two_halves import check_two_halves
 from hf_paged.models.executor import KNOWN_LAYERS
 from hf_paged.models.paged_calls import implementation_of
-from hf_paged.models.proof import Verdict, prove
+from hf_paged.models.proof import Verdict, prove, store
 from hf_paged.models.proof.interface import NAME
 from hf_paged.models.proof.line_counts import modeling_files
 from hf_paged.models.proof.prove import in_thread, patched_in
@@ -68,31 +69,46 @@ def derive(model: PreTrainedModel) -> ModelOutline | Reason:
 
 
 def _holds(outline: ModelOutline, model: PreTrainedModel) -> bool:
-    is_of_dtype = outline.dtype in (None, model.get_input_embeddings().weight.dtype)
-    return is_of_dtype and outline.constants == constants_of(model, _called(outline.classes))
+    return outline.constants == constants_of(model, _called(outline.classes))
+
+
+def why_rows_mix(model: PreTrainedModel, precision: Precision) -> str | None:
+    """Return why rows of a step of a model may depend on each other in this precision, or None."""
+    subject = _subject_of(model)
+    if isinstance(subject, Reason):
+        return str(subject)
+    key = f"rows-{hashlib.sha256(str(precision).encode()).hexdigest()[:16]}-{subject.key}"
+    if (verdict := store.read(key)) is None:
+        made: Verdict | str = in_thread(lambda: _rows_in(precision, subject))
+        if isinstance(made, str):  # an error, which may be the machine's
+            return made
+        store.write(key, verdict := made)
+    return None if verdict.outcome == "proved" else verdict.reason
+
+
+def _rows_in(precision: Precision, subject: _Subject) -> Verdict | str:
+    try:
+        check_rows_in(precision, subject.cls, subject.config, subject.attention)
+    except Refused as refusal:
+        return Verdict("refused", str(refusal))
+    except Exception as error:
+        return f"its clone does not run ({type(error).__name__}: {str(error)[:160]})"
+    return Verdict("proved")
 
 
 def _derive(model: PreTrainedModel) -> ModelOutline | Reason:
-    cls = next((kind for kind in plain_class(type(model)).__mro__ if package_of(kind) == "transformers"), None)
-    if cls is None or not cls.__module__.startswith("transformers.models."):
-        return Reason("{} is no causal LM of transformers", type(model).__name__, remedy=IN_STOCK)
-    attention = implementation_of(model.config.get_text_config(decoder=True))
-    # Layers of other packages (LoRA, quantized) stand for known layers, and are judged as those of listed families.
-    own = [module for module in model.modules() if package_of(type(module)) in ("torch", "transformers")]
-    if (place := patched_in(own, attention)) is not None:
-        return Reason("{} is patched", place, remedy=UNDO_PATCH)
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
-    if not isinstance(embedding, torch.Tensor):
-        return Reason("{} is no causal LM of transformers with a table of embeddings", cls.__name__, remedy=IN_STOCK)
-    subject = _Subject(cls, copy.deepcopy(model.config), attention, embedding.dtype)
-    key = f"layout-{subject.dtype}-{key_of(cls, model.config, str(attention), modeling_files(own))}"
-    if (known := stored_layout.read(key)) is not None:
-        verdict, layout = known
-        if layout is None or _difference(layout, model) is None:
-            return _found(model, subject, verdict, layout)
-    with _progress(cls.__name__):
-        verdict, layout = _proved(subject, key)
-    return _found(model, subject, verdict, layout)
+    subject = _subject_of(model)
+    if isinstance(subject, Reason):
+        return subject
+    known = stored_layout.read(subject.key)
+    if known is None or (known[1] is not None and _difference(known[1], model) is not None):
+        with _progress(subject.cls.__name__):
+            known = _proved(subject)
+    found = _found(model, subject, *known)
+    if isinstance(found, Reason):
+        return found
+    precision = precision_of(model, _called(found.classes))
+    return found._replace(precisions={precision: why_rows_mix(model, precision)})
 
 
 class _Subject(NamedTuple):
@@ -101,10 +117,26 @@ class _Subject(NamedTuple):
     cls: type[PreTrainedModel]
     config: Any
     attention: Any
-    dtype: torch.dtype
+    key: str
 
 
-def _proved(subject: _Subject, key: str) -> tuple[Verdict, Layout | None]:
+def _subject_of(model: PreTrainedModel) -> _Subject | Reason:
+    """Return what a proof of a model is about, or why there can be none."""
+    cls = next((kind for kind in plain_class(type(model)).__mro__ if package_of(kind) == "transformers"), None)
+    if cls is None or not cls.__module__.startswith("transformers.models."):
+        return Reason("{} is no causal LM of transformers", type(model).__name__, remedy=IN_STOCK)
+    attention = implementation_of(model.config.get_text_config(decoder=True))
+    # Layers of other packages (LoRA, quantized) stand for known layers, and are judged as those of listed families.
+    own = [module for module in model.modules() if package_of(type(module)) in ("torch", "transformers")]
+    if (place := patched_in(own, attention)) is not None:
+        return Reason("{} is patched", place, remedy=UNDO_PATCH)
+    if not isinstance(getattr(model.get_input_embeddings(), "weight", None), torch.Tensor):
+        return Reason("{} is no causal LM of transformers with a table of embeddings", cls.__name__, remedy=IN_STOCK)
+    key = f"layout-{key_of(cls, model.config, str(attention), modeling_files(own))}"
+    return _Subject(cls, copy.deepcopy(model.config), attention, key)
+
+
+def _proved(subject: _Subject) -> tuple[Verdict, Layout | None]:
     """Prove and lay out models of a class and a config, and store that."""
     verdict = prove(subject.cls, subject.config, subject.attention)
     if verdict.outcome != "proved":  # `prove` stores it
@@ -112,16 +144,15 @@ def _proved(subject: _Subject, key: str) -> tuple[Verdict, Layout | None]:
     made: tuple[Verdict, Layout | None] | str = in_thread(lambda: _laid_out(subject, verdict))
     if isinstance(made, str):  # an error, which may be the machine's
         return Verdict("refused", made), None
-    stored_layout.write(key, *made)
+    stored_layout.write(subject.key, *made)
     return made
 
 
 def _laid_out(subject: _Subject, verdict: Verdict) -> tuple[Verdict, Layout | None] | str:
-    cls, config, attention, dtype = subject
+    cls, config, attention, _ = subject
     try:
         layout = lay_out(cls, config)
         layout = replace(layout, has_stock_cache=check_two_halves(cls, config, attention))
-        check_rows_in(dtype, cls, config, attention)
     except Refused as refusal:
         return Verdict("refused", str(refusal)), None
     except Exception as error:
@@ -141,7 +172,7 @@ def _found(model: PreTrainedModel, subject: _Subject, verdict: Verdict,
         return Reason("{}, unlike in a new model of its config", difference, remedy=_AGREE)
     limits = [limit for limit in (layout.positions, verdict.max_length) if limit is not None]
     return ModelOutline(cls, layout.body, layout.calls, layout.classes, layout.num_logits, min(limits),
-                        constants_of(model, _called(layout.classes)), verdict.max_step_tokens, subject.dtype,
+                        constants_of(model, _called(layout.classes)), verdict.max_step_tokens, None,
                         layout.has_stock_cache)
 
 
