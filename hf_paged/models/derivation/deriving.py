@@ -152,7 +152,7 @@ def _laid_out(subject: _Subject, verdict: Verdict) -> tuple[Verdict, Layout | No
     cls, config, attention, _ = subject
     try:
         layout = lay_out(cls, config)
-        layout = replace(layout, has_stock_cache=check_two_halves(cls, config, attention))
+        layout = replace(layout, **check_two_halves(cls, config, attention)._asdict())
     except Refused as refusal:
         return Verdict("refused", str(refusal)), None
     except Exception as error:
@@ -173,7 +173,7 @@ def _found(model: PreTrainedModel, subject: _Subject, verdict: Verdict,
     limits = [limit for limit in (layout.positions, verdict.max_length) if limit is not None]
     return ModelOutline(cls, layout.body, layout.calls, layout.classes, layout.num_logits, min(limits),
                         constants_of(model, _called(layout.classes)), verdict.max_step_tokens, None,
-                        layout.has_stock_cache)
+                        layout.has_stock_cache, layout.ignores_train_mode)
 
 
 def _called(classes: Any) -> frozenset[str]:
@@ -183,7 +183,7 @@ def _called(classes: Any) -> frozenset[str]:
 def _difference(layout: Layout, model: nn.Module) -> str | None:
     """Return which module differs from a new model's, in its class or in what it holds, or None.
 
-    A layer of a known kind may be one of another class, with contents of its own (quantized, LoRA).
+    A layer of a known kind may be one of another class, or hold more than a new one (quantized, LoRA).
     """
     called, contents = _called(layout.classes), contents_of(model)
     modules = dict(modules_below(model, called))
@@ -193,9 +193,10 @@ def _difference(layout: Layout, model: nn.Module) -> str | None:
             if path in called and module is not None:
                 continue
             return f"{path} is " + ("missing" if module is None else f"a {type(module).__name__}")
-        if (got := contents[path]) != (wanted := layout.contents[path]):
-            name = min(name for name in got.keys() | wanted.keys() if got.get(name, ...) != wanted.get(name, ...))
-            return f"{path} holds {name}={got.get(name)!r:.80}"
+        got, wanted = contents[path], layout.contents[path]
+        names = got.keys() & wanted.keys() if path in called else got.keys() | wanted.keys()
+        if unlike := [name for name in names if got.get(name, ...) != wanted.get(name, ...)]:
+            return f"{path} holds {min(unlike)}={got.get(min(unlike))!r:.80}"
     return None
 
 

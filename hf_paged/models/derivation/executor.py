@@ -53,6 +53,7 @@ class ModelOutline(NamedTuple):
     # Why rows depend on others in each precision that was tried, or None; None in place of it all: they never do.
     precisions: dict[Precision, str | None] | None = None
     has_stock_cache: bool = True
+    ignores_train_mode: bool = False  # all modules but layers at the paths that are called as they stand
 
 
 OUTLINES: WeakKeyDictionary[PreTrainedModel, ModelOutline] = WeakKeyDictionary()
@@ -208,8 +209,9 @@ class DerivedExecutor(ModelExecutor):
         return None
 
     def _why_not_mode(self) -> Reason | None:
-        # `resize_token_embeddings` makes new layers, of train mode.
-        if any(module.training for module in self.model.modules() if type(module) not in KNOWN_LAYERS):
+        # Layers that are called, new ones of a resized vocabulary for instance, may be in train mode: eligibility looks
+        # for dropout in them.
+        if not self.outline.ignores_train_mode and any(module.training for _, module, _ in self.own_modules()):
             return Reason("the model is in train mode, where it may drop out", remedy=EVAL_MODE)
         return None
 

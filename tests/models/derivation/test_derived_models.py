@@ -118,7 +118,6 @@ AFTER = {
     "exchanged layer": (lambda model: setattr(model.model.layers[1], "mlp", torch.nn.Identity()), "is a torch.nn"),
     "config": (lambda model: setattr(model.config, "hidden_act", "gelu"), "mlp.act_fn is a ReLUSquaredActivation"),
     "hook": (lambda model: model.model.norm.register_forward_hook(lambda *args: None), "has a forward hook"),
-    "train mode": (lambda model: model.train(), "train mode"),
 }
 
 
@@ -173,6 +172,27 @@ def test_a_damaged_outline_is_made_anew(damage, tmp_path, monkeypatch):
     file = store.folder() / "key.json"
     file.write_text(file.read_text().replace("modeling_arcee:", "modeling_arcee:No") if damage == "classes" else damage)
     assert stored_layout.read("key") is None
+
+
+@pytest.mark.parametrize("name", ["Arcee", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "Cohere", "DeepseekV3", "GPTNeoX", "Olmoe"))])
+def test_train_mode_without_dropout_is_native(name):
+    """As trainers of reinforcement learning leave a model that they generate with."""
+    model = derived_model(name, CLASSES[name][0])
+    expected = stock_generate(model, **batch([30, 9]), max_new_tokens=6)
+    hf_paged.enable(model.train(), strict=True)
+    assert_native_parity(model, expected, **batch([30, 9]), max_new_tokens=6)
+
+
+@pytest.mark.parametrize(("name", "settings", "reason"), [
+    ("OPT", CLASSES["OPT"][0] | {"dropout": 0.1}, "in train mode, where it may drop out"),
+    ("Arcee", {"attention_dropout": 0.1}, "attention dropout in train mode"),
+])
+def test_train_mode_with_dropout_goes_to_stock(name, settings, reason):
+    model = hf_paged.enable(derived_model(name, settings))
+    assert_native_parity(model, **batch([9]), max_new_tokens=3)
+    explained = hf_paged.explain(model.train(), **batch([9]), max_new_tokens=3)
+    assert explained.path == "stock" and reason in str(explained)
 
 
 def test_no_question_but_enable_and_explain_makes_a_proof(monkeypatch):
