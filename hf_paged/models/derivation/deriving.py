@@ -79,7 +79,8 @@ def why_rows_mix(model: PreTrainedModel, precision: Precision) -> str | None:
         return str(subject)
     key = f"rows-{hashlib.sha256(str(precision).encode()).hexdigest()[:16]}-{subject.key}"
     if (verdict := store.read(key)) is None:
-        made: Verdict | str = in_thread(lambda: _rows_in(precision, subject))
+        with _progress(subject.cls.__name__):
+            made: Verdict | str = in_thread(lambda: _rows_in(precision, subject))
         if isinstance(made, str):  # an error, which may be the machine's
             return made
         store.write(key, verdict := made)

@@ -228,7 +228,9 @@ def test_a_resized_vocabulary(name, is_tied, tokens):
 
 
 @pytest.mark.parametrize(("name", "settings"), [
-    ("Arcee", {"vocab_size": 50}),
+    ("Arcee", {"vocab_size": 50, "max_position_embeddings": 44}),
+    *(pytest.param(name, settings | {"max_position_embeddings": positions}, marks=pytest.mark.slow)
+      for name, settings in (("BioGpt", {}), ("GPTJ", {"rotary_dim": 8}), ("GPTNeoX", {})) for positions in (130, 44)),
     pytest.param("OPT", {"max_position_embeddings": 48, "ffn_dim": 96, "word_embed_proj_dim": 64},
                  marks=pytest.mark.slow),
 ])
@@ -237,3 +239,16 @@ def test_a_model_that_is_smaller_than_the_prompts_of_a_proof(name, settings):
     vocabulary = settings.get("vocab_size", 256)
     inputs = left_padded(random_prompts([30, 17], vocab_size=vocabulary))
     assert_native_parity(model, **inputs, max_new_tokens=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DeepseekV3", "Olmoe", "Qwen2Moe"])
+@pytest.mark.parametrize(("size", "experts"), [(33, 8), (7, 3)])
+def test_experts_of_odd_sizes_and_numbers(name, size, experts):
+    """Without grouped products, whose strides stock asks to be multiples of 16 bytes."""
+    sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), size)
+    numbers = dict.fromkeys(("num_experts", "n_routed_experts"), experts)
+    model = derived_model(name, CLASSES[name][0] | sizes | numbers)
+    model.set_experts_implementation("eager")
+    hf_paged.enable(model, strict=True)
+    assert_native_parity(model, **batch([30, 17]), max_new_tokens=6)
