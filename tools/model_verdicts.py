@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_paged.models.derivation.layout import lay_out
-from hf_paged.models.derivation.rows_in_dtype import check_rows_in
+from hf_paged.models.derivation.rows_in_dtype import Precision, check_rows_in
 from hf_paged.models.derivation.two_halves import check_two_halves
 from hf_paged.models.proof import Verdict, prove
 from hf_paged.models.proof.prove import in_thread
@@ -92,7 +92,7 @@ def _laid_out(cls: type, config: PreTrainedConfig, attention: str, verdict: Verd
     try:
         lay_out(cls, config)
         check_two_halves(cls, config, attention)
-        check_rows_in(torch.float32, cls, config, attention)
+        check_rows_in(Precision((("", torch.float32),)), cls, config, attention)
     except Refused as refusal:
         return Verdict("refused", str(refusal))
     except Exception as error:

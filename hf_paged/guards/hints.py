@@ -21,6 +21,7 @@ ONE_DTYPE = "Call `model.to(torch.bfloat16)`, or load it with `dtype=` one of fp
 DTYPE_OF_AUTOCAST = ("Autocast is native to bf16 or fp16, on one GPU. Load the weights in its dtype (TRL: "
                      "`model_init_kwargs={\"dtype\": \"bfloat16\"}`), or generate outside of autocast.")
 EVAL_MODE = "Call `model.eval()` before generating, and `model.train()` after it."
+ENABLE_AGAIN = "Disable the model, and enable it again."
 SHARD = ("Load the checkpoint with `PagedGenerator.from_pretrained(..., tensor_parallel_size=N)`, or gather the "
          "weights before generating.")
 GATHER = ("Generate inside of `deepspeed.zero.GatheredParameters(model.parameters())`, with DeepSpeed's hooks taken "

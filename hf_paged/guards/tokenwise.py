@@ -15,10 +15,11 @@ from torch import nn
 from hf_paged.guards.quantized import PLAIN, made_of
 
 SHARDED_MODULE = "hf_paged.parallel.layers."
-# Python modules whose layers compute each token by itself, whatever else the batch holds.
+# Python modules, and classes, whose layers compute each token by itself, whatever else the batch holds.
 TOKENWISE_MODULES = (
-    "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "peft.tuners.lora.", "transformers.integrations.",
-    "bitsandbytes.nn.", "optimum.quanto.nn.qlinear.", SHARDED_MODULE,
+    "torch.nn.modules.linear.", "torch.nn.modules.sparse.", "transformers.pytorch_utils.", "transformers.integrations.",
+    "peft.tuners.lora.", "peft.utils.other.ModulesToSaveWrapper.", "bitsandbytes.nn.", "optimum.quanto.nn.qlinear.",
+    SHARDED_MODULE,
 )
 _LARGEST = "scales activations by the largest of all rows"
 # Layers that read other rows, by the end of their class's full name or by their package.
@@ -39,7 +40,7 @@ def row_mixing_of_class(kind: type[nn.Module]) -> str | None:
     for key, does in BATCH_DEPENDENT.items():
         if name.startswith(key) or name.endswith(key):
             return does
-    return None if f"{kind.__module__}.".startswith(TOKENWISE_MODULES) else UNKNOWN
+    return None if f"{name}.".startswith(TOKENWISE_MODULES) else UNKNOWN
 
 
 def row_mixing_of_layer(layer: nn.Module) -> str | None:

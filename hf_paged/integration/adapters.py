@@ -12,7 +12,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_paged.guards.hooks import naming
-from hf_paged.models.tuners import adapters_of, is_lora
+from hf_paged.models.tuners import adapters_of, is_adapted
 from hf_paged.optional import require
 
 
@@ -67,7 +67,7 @@ def _tuned(model: Any) -> list[Any]:
 
 
 def adapter_names(model: Any) -> list[str]:
-    """Return the names of a model's LoRA adapters, sorted."""
+    """Return the names of a model's adapters, sorted."""
     return sorted(set().union(*(adapters_of(layer) for layer in _layers(model))))
 
 
@@ -89,4 +89,4 @@ def rows_under(model: Any, adapters: list[str | None]) -> AbstractContextManager
 
 
 def _layers(model: Any) -> list[Any]:
-    return [module for module in model.modules() if is_lora(module)]
+    return [module for module in model.modules() if is_adapted(module)]

@@ -11,7 +11,7 @@ from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.guards.families import SUPPORTED, Family, family_of
 from hf_paged.guards.replaced_forwards import runs_kernels
 from hf_paged.models.base import KVSpec, StepContext
-from hf_paged.models.derivation import derive, derived
+from hf_paged.models.derivation import derive, derived, why_rows_mix
 from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.executor import ModelExecutor
 from hf_paged.models.family_executor import FamilyExecutor
@@ -23,14 +23,16 @@ from hf_paged.parallel.plan import SUPPORTED as SUPPORTED_OVER_RANKS
 def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None:
     """Return a factory of the executor for the class of `model` or a base class, or None.
 
-    A class that is in no table is proved to run at the first look at a model: seconds, where no proof is stored.
+    A class that is in no table is proved to run at the first look at a model, and at the first call after its config
+    changed: seconds, where no proof is stored.
 
     A model that runs kernels of the Hub keeps them: hf_paged replaces none of its modules.
     """
     family = _family_of(model)
     if family is None:
         outline = derived(model)
-        return None if isinstance(outline, Reason) else partial(DerivedExecutor, outline=outline)
+        return None if isinstance(outline, Reason) else partial(
+            DerivedExecutor, outline=outline, derive=derive, why_rows_mix=why_rows_mix)
     is_fused = family.fused and not runs_kernels(model, family.modeling)
     return partial(FusedExecutor if is_fused else FamilyExecutor, family=family)
 

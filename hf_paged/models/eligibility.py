@@ -30,11 +30,10 @@ from hf_paged.guards.tokenwise import (
     row_mixing_of_layer,
     row_mixing_of_scheme,
     row_mixing_of_weight,
-    stores_float8,
 )
-from hf_paged.models.executor import ModelExecutor
+from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights
 from hf_paged.models.paged_calls import implementation_of
-from hf_paged.models.tuners import is_lora
+from hf_paged.models.tuners import is_adapted, layers_within
 from hf_paged.parallel.fsdp import plain_class
 from hf_paged.parallel.plan import broken_part
 
@@ -90,8 +89,9 @@ def why_not_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reas
 
 
 def _watched_kinds(seen: ModelWalk) -> tuple[type, ...]:
-    """Return the classes whose code every look compares: those of torch's and sharded modules, and of activations."""
-    kinds = {type(module): None for _, module in seen.modules if type(module).__module__.startswith(_OWN_LAYERS)}
+    """Return the classes whose code every look compares: of known layers, torch's and sharded modules, activations."""
+    found = {type(module): None for _, module in seen.modules}
+    kinds = [kind for kind in found if kind in KNOWN_LAYERS or kind.__module__.startswith(_OWN_LAYERS)]
     return (*kinds, *seen.executor.activations())
 
 
@@ -150,9 +150,7 @@ def _why_not_module(seen: ModelWalk) -> Reason | None:
                 return Reason("{}.{} is a {}: expected a plain tensor in {}", name, key, _full_name(parameter),
                               expected.__name__, remedy=hints.QUANTIZE_LINEAR)
     for name, module in seen.called:
-        for layer in (module, getattr(module, "base_layer", None)):  # a tuner's layer, and the layer that it wraps
-            if layer is None:
-                continue
+        for layer in (module, *layers_within(module)):
             if (does := row_mixing_of_layer(layer)) is not None:
                 return Reason("{} is a {}, which {}", name, _full_name(layer), does, remedy=hints.EACH_ROW_ALONE)
     if (place := patched_class(_watched_kinds(seen))) is not None:
@@ -249,7 +247,7 @@ def _why_not_hook(seen: ModelWalk) -> Reason | None:
         return Reason("compressed-tensors decompresses the weights in the first forward, which stock has to run",
                       remedy="Nothing: later calls are native. `model(torch.tensor([[1]]))` decompresses at once.")
     for name, module in seen.modules:
-        named = bool(module._forward_pre_hooks) and is_lora(module) and has_only_names(module)
+        named = bool(module._forward_pre_hooks) and is_adapted(module) and has_only_names(module)
         if (module._forward_pre_hooks and not named) or not all(map(_is_inert, module._forward_hooks.values())):
             return Reason("{} has a forward hook", name or "the model", remedy=hints.REMOVE_HOOK)
         if nn.utils.parametrize.is_parametrized(module):
@@ -263,24 +261,10 @@ def _why_not_dtype(seen: ModelWalk) -> Reason | None:
     if spec.compute_dtype not in COMPUTE_DTYPES:
         return Reason("weights of dtype {}", spec.compute_dtype, remedy=hints.ONE_DTYPE)
     dtypes = {p.dtype for _, p in seen.parameters if p.is_floating_point()}
-    if seen.autocast is not None and dtypes != {seen.autocast}:
-        return _why_not_autocast(seen, seen.autocast)
-    own = [(name, module) for name, module, _ in seen.own if type(module) not in seen.executor.casting]
-    for name, module in own + seen.called:
-        weight = _float_weight(module)
-        if weight is not None and weight.dtype != spec.compute_dtype:
-            return Reason("mixed dtypes: {} is {}, the embedding {}", name, weight.dtype, spec.compute_dtype,
-                          remedy=hints.ONE_DTYPE)
-    return None
-
-
-def _float_weight(module: nn.Module) -> torch.Tensor | None:
-    """Return the weight of a layer, or of a tuner's base layer, if its dtype is the one computed in, else None."""
-    layer = getattr(module, "base_layer", module)
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, torch.Tensor) or stores_float8(layer, weight):
-        return None
-    return weight if weight.is_floating_point() else None
+    autocast = None if dtypes == {seen.autocast} else seen.autocast
+    if autocast is not None and (reason := _why_not_autocast(seen, autocast)) is not None:
+        return reason
+    return seen.executor.why_not_precision(autocast)
 
 
 def _why_not_autocast(seen: ModelWalk, autocast: torch.dtype) -> Reason | None:
@@ -293,9 +277,9 @@ def _why_not_autocast(seen: ModelWalk, autocast: torch.dtype) -> Reason | None:
     if implementation_of(seen.executor.config) == "flex_attention":
         return Reason("autocast to {}, which flex_attention does not know", autocast, remedy=hints.OWN_ATTENTION)
     for module in (*(module for _, module, _ in seen.own), *(module for _, module in seen.called)):
-        weight = _float_weight(module)
-        if weight is not None and weight.dtype not in COMPUTE_DTYPES:
-            return Reason("weights of dtype {}", weight.dtype, remedy=hints.ONE_DTYPE)
+        for weight in float_weights(module):
+            if weight.dtype not in COMPUTE_DTYPES:
+                return Reason("weights of dtype {}", weight.dtype, remedy=hints.ONE_DTYPE)
     return None
 
 

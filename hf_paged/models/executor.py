@@ -26,24 +26,34 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.pytorch_utils import Conv1D
 
 from hf_paged.errors import Reason
-from hf_paged.guards.hints import REMOVE_HOOK
+from hf_paged.guards.hints import ONE_DTYPE, REMOVE_HOOK
 from hf_paged.guards.hooks import names_in_force
 from hf_paged.guards.model_watch import ModelTensors, ModelWatch
 from hf_paged.guards.original_classes import of_class, patched_entry
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.replaced_forwards import autocast_of_call, functions_of, kernel_numbers, why_not_replaced
-from hf_paged.guards.tokenwise import quantization_state
+from hf_paged.guards.tokenwise import quantization_state, stores_float8
 from hf_paged.models.base import AttentionMask, KVSpec, StepContext
 from hf_paged.models.paged_calls import paged_call, running
-from hf_paged.models.tuners import BASE, AdapterRows, adapter_state, by_row, is_lora, states_by_adapter, why_not_row
+from hf_paged.models.tuners import (
+    BASE,
+    AdapterRows,
+    adapter_state,
+    by_row,
+    is_adapted,
+    layers_within,
+    states_by_adapter,
+    why_not_row,
+)
 from hf_paged.parallel.group import ParallelGroup, group_of
 from hf_paged.parallel.layers import SHARDED_LAYERS, ShardedEmbedding, VocabParallelHead
 from hf_paged.parallel.replica import replica_of
 
-# Layers whose code eligibility requires to be torch's or hf_paged's own.
-KNOWN_LAYERS = (nn.Linear, nn.Embedding, *SHARDED_LAYERS)
+# Layers whose code eligibility requires to be torch's, transformers' or hf_paged's own.
+KNOWN_LAYERS = (nn.Linear, nn.Embedding, Conv1D, *SHARDED_LAYERS)
 _PLAIN = frozenset({bool, int, float, str})
 # Arguments with which a forward makes its hidden states and nothing else, whatever the config says.
 _QUIET = {
@@ -56,7 +66,7 @@ class ModelReadings:
 
     ``state``: constants, active adapters and settings of quantized layers, as text. ``called_kinds``: classes of the
     layers that are called as they stand, without torch's. ``dtypes``: dtypes of floating-point parameters.
-    ``adapters``: by name of a LoRA adapter, the state for rows under it in place of ``state``. ``passed``: under which
+    ``adapters``: by name of an adapter, the state for rows under it in place of ``state``. ``passed``: under which
     autocast eligibility found nothing against the model, and classes whose code it compares anew; None: it has not yet.
     """
 
@@ -65,19 +75,20 @@ class ModelReadings:
         modules = list(model.named_modules())
         constants = repr((executor.constants(), kernel_numbers(modules), quantization_state(modules)))
         kinds = {type(inner): None for _, module in executor.called_modules() for inner in module.modules()}
-        lora = [(path, module) for path, module in modules if is_lora(module)]
+        adapted = [(path, module) for path, module in modules if is_adapted(module)]
         self.structure = structure
         self.state = f"{constants}{adapter_state(model)}"
         self.called_kinds: tuple[type, ...] = tuple(kind for kind in kinds if kind not in KNOWN_LAYERS)
         self.dtypes = frozenset(p.dtype for p in model.parameters() if p.is_floating_point())
-        self._lora = [(path, weakref.ref(layer)) for path, layer in lora]
-        self.adapters = {name: f"{constants}{of_it}" for name, of_it in states_by_adapter(lora).items()} if lora else {}
+        self._adapted = [(path, weakref.ref(layer)) for path, layer in adapted]
+        states = states_by_adapter(adapted) if adapted else {}
+        self.adapters = {name: f"{constants}{of_it}" for name, of_it in states.items()}
         self.adapter_names = tuple(name for name in self.adapters if name != BASE)
         self.passed: tuple[tuple[type, ...], torch.dtype | None] | None = None
 
-    def lora_layers(self) -> list[tuple[str, Any]]:
-        """Return the model's LoRA layers with their paths."""
-        return [(path, layer) for path, reference in self._lora if (layer := reference()) is not None]
+    def adapted_layers(self) -> list[tuple[str, Any]]:
+        """Return the model's layers with adapters, with their paths."""
+        return [(path, layer) for path, reference in self._adapted if (layer := reference()) is not None]
 
 
 class ModelExecutor(ABC):
@@ -103,7 +114,7 @@ class ModelExecutor(ABC):
         self.autocast: torch.dtype | None = None
         self._look: ModelReadings | None = None
         self._row_names: tuple[str, ...] = ()
-        self._lora: list[weakref.ref] = []
+        self._adapted: list[weakref.ref] = []
         self.watch = ModelWatch()
         self._functions = functions_of(modeling)
         self.original_code()  # record it now, before code patches the enabled model
@@ -270,6 +281,20 @@ class ModelExecutor(ABC):
                           remedy="Set one of transformers' own in the config.")
         return None
 
+    def why_not_precision(self, autocast: torch.dtype | None) -> Reason | None:
+        """Return why the model does not compute each row alone, or at all, under this autocast (None: it casts
+        nothing) and with weights of the present dtypes, or None."""
+        if autocast is not None:
+            return None
+        dtype = self.kv_spec().compute_dtype
+        own = ((name, module) for name, module, _ in self.own_modules() if type(module) not in self.casting)
+        for name, module in (*own, *self.called_modules()):
+            for weight in float_weights(module):
+                if weight.dtype != dtype:
+                    return Reason("mixed dtypes: {} is {}, the embedding {}", name, weight.dtype, dtype,
+                                  remedy=ONE_DTYPE)
+        return None
+
     # -- what is made of the weights --------------------------------------------------------------------------------
 
     def prepare(self, max_model_len: int) -> None:  # noqa: B027
@@ -336,7 +361,7 @@ class ModelExecutor(ABC):
         """Compute final normed hidden states [T, hidden_size], or [W, hidden_size] of `wanted` tokens, from ids [T]."""
         rows = self.adapter_rows(step.adapters)
         with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
-              by_row(self._lora, rows)):
+              by_row(self._adapted, rows)):
             result = final_states(self.decoder, input_ids, step.positions)
         return result if step.wanted is None else result[step.wanted]
 
@@ -347,7 +372,7 @@ class ModelExecutor(ABC):
 
     def shard_logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """Compute this rank's columns [R, rows] of the logits (`VocabParallelHead`); with one rank all columns."""
-        with self._casting(), by_row(self._lora, self.adapter_rows(adapters)):
+        with self._casting(), by_row(self._adapted, self.adapter_rows(adapters)):
             return class_logits(self.model, self.model_class, self.body, hidden_states)
 
     def _casting(self) -> AbstractContextManager:
@@ -406,13 +431,13 @@ class ModelExecutor(ABC):
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """Names of the LoRA adapters that rows can use, sorted: entries 1, 2, ... of `StepContext.adapters`."""
+        """Names of the adapters that rows can use, sorted: entries 1, 2, ... of `StepContext.adapters`."""
         return self.look().adapter_names
 
     def name_rows(self) -> tuple[str, ...]:
         """Let `StepContext.adapters` count the present `adapter_names` from now on, and return these names."""
         look = self.look()
-        self._row_names, self._lora = look.adapter_names, [weakref.ref(layer) for _, layer in look.lora_layers()]
+        self._row_names, self._adapted = look.adapter_names, [weakref.ref(one) for _, one in look.adapted_layers()]
         return self._row_names
 
     def adapter_rows(self, adapters: torch.Tensor | None) -> AdapterRows | None:
@@ -428,19 +453,27 @@ class ModelExecutor(ABC):
             found = ", ".join(map(repr, (*look.adapter_names, BASE)))
             return Reason("the model has no adapter {}: expected one of {}", repr(name), found,
                           remedy="Load it with `load_adapter` of the PagedGenerator, the Engine or the PeftModel.")
-        return why_not_row(look.lora_layers(), name)
+        return why_not_row(look.adapted_layers(), name)
 
     def adapters_in_force(self) -> list[str] | Reason | None:
         """Return the adapters that PEFT's hooks give the rows of a forward now, by row; None without hooks.
 
-        The LoRA layers come from the last look, with which `unsupported_reason` has just compared the modules.
+        The layers come from the last look, with which `unsupported_reason` has just compared the modules.
         """
         look = self._look or self.look()
         if not look.adapters:
             return None
         if self.replica is not None:  # PEFT puts its hooks on the user's model
-            return names_in_force([layer for layer in self.source.modules() if is_lora(layer)])
-        return names_in_force([layer for _, layer in look.lora_layers()])
+            return names_in_force([layer for layer in self.source.modules() if is_adapted(layer)])
+        return names_in_force([layer for _, layer in look.adapted_layers()])
+
+
+def float_weights(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the weights of a layer, or of those that a tuner's layer stands for, whose dtype is computed in."""
+    for layer in layers_within(module):
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, torch.Tensor) and not stores_float8(layer, weight) and weight.is_floating_point():
+            yield weight
 
 
 def plain_values(module: nn.Module) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_paged.errors import Reason
+from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.guards.hints import UNDO_PATCH
 from hf_paged.guards.hooks import RowHook, has_only_names
 from hf_paged.guards.original_classes import patched_class
@@ -22,9 +22,10 @@ from hf_paged.guards.replaced_forwards import called_name
 from hf_paged.kernels.lora.lora_order import RowOrder, order_rows
 
 BASE = "__base__"  # PEFT's name for rows that no adapter is applied to
+SAVED = "peft.utils.other.ModulesToSaveWrapper"
 # Classes of PEFT that apply an adapter row by row, with the arithmetic of `apply_layer`.
 _ROW_BY_ROW = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding",
-               "peft.tuners.lora.torchao.TorchaoLoraLinear")
+               "peft.tuners.lora.torchao.TorchaoLoraLinear", SAVED)
 _ONE_AT_A_TIME = ("Give all rows of a call one adapter with `set_adapter`, or call `generate(adapter_names=...)` of "
                   "the PeftModel, which runs in stock what PEFT can do.")
 
@@ -33,7 +34,7 @@ def adapter_state(model: nn.Module) -> list[tuple]:
     """Return every tuner layer's state besides parameters: active, disabled and merged adapters, scaling."""
     return [
         (name, tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters),
-         sorted(getattr(layer, "scaling", {}).items()))
+         sorted(_scaling(layer).items()))
         for name, layer in model.named_modules()
         if _has(layer, "active_adapters") and _has(layer, "merged_adapters")
     ]
@@ -44,23 +45,42 @@ def is_lora(layer: nn.Module) -> bool:
     return "lora_A" in layer._modules and _has(layer, "active_adapters")
 
 
+def is_saved(layer: nn.Module) -> bool:
+    """Return whether a layer holds copies of another one, one for each adapter, that train whole (`modules_to_save`).
+    """
+    return "modules_to_save" in layer._modules and called_name(layer) == SAVED
+
+
+def is_adapted(layer: nn.Module) -> bool:
+    """Return whether a layer's result depends on the adapter of a row."""
+    return is_lora(layer) or is_saved(layer)
+
+
+def layers_within(layer: Any) -> list[nn.Module]:
+    """Return the layers that a layer of PEFT stands for: the one that it wraps, and copies of it; else the layer."""
+    if is_saved(layer):
+        return [layer.original_module, *layer.modules_to_save.values()]
+    return [getattr(layer, "base_layer", layer)]
+
+
 def adapters_of(layer: Any) -> set[str]:
-    """Return the names of the adapters that a LoRA layer has weights of."""
-    return {*layer.lora_A.keys(), *layer.lora_embedding_A.keys()} - {BASE}
+    """Return the names of the adapters that a layer has weights of."""
+    names = layer.modules_to_save.keys() if is_saved(layer) else [*layer.lora_A.keys(), *layer.lora_embedding_A.keys()]
+    return {*names} - {BASE}
 
 
 def states_by_adapter(layers: Iterable[tuple[str, Any]]) -> dict[str, str]:
     """Return, for each adapter that rows can name (sorted) and `BASE`, what its result depends on besides tensors.
 
     Args:
-        layers: the model's LoRA layers with their paths.
+        layers: the model's layers with adapters, with their paths.
     """
     layers = list(layers)
     held = [(path, layer, adapters_of(layer)) for path, layer in layers]
     names = sorted(set().union(*(own for _, _, own in held)))
     around = [(path, bool(layer.disable_adapters), tuple(layer.merged_adapters)) for path, layer in layers]
     return {
-        name: repr((around, [(path, layer.scaling.get(name)) for path, layer, own in held if name in own]))
+        name: repr((around, [(path, _scaling(layer).get(name)) for path, layer, own in held if name in own]))
         for name in (*names, BASE)
     }
 
@@ -76,14 +96,20 @@ def why_not_row(layers: Iterable[tuple[str, Any]], name: str) -> Reason | None:
         if layer.merged_adapters:
             return Reason("{} is merged into {}", ", ".join(layer.merged_adapters), path,
                           remedy="Call `unmerge_adapter()`: what is merged is part of every row.")
+        if is_saved(layer) and not {name, *layer.active_adapters} <= {BASE, *adapters_of(layer)}:
+            return Reason("{} has no copy of an adapter that is named or active", path, remedy=_ONE_AT_A_TIME)
         if name not in adapters_of(layer):
             continue
         if (kind := called_name(layer)) not in _ROW_BY_ROW:
             return Reason("{} is a {}, which is not run for single rows", path, kind, remedy=_ONE_AT_A_TIME)
-        if name in getattr(layer, "lora_variant", ()):
+        if name in vars(layer).get("lora_variant", ()):
             return Reason("adapter {} is a {} in {}", repr(name), type(layer.lora_variant[name]).__name__, path,
                           remedy=_ONE_AT_A_TIME)
     return None
+
+
+def _scaling(layer: nn.Module) -> dict[str, float]:
+    return vars(layer).get("scaling", {})
 
 
 def _has(layer: nn.Module, name: str) -> bool:
@@ -108,19 +134,18 @@ class AdapterRows(NamedTuple):
 
 
 def apply_layer(layer: nn.Module, tokens: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
-    """Compute [T, k] (of an embedding: ids [T]) -> [T, n] by a layer as it stands; LoRA by `rows`, if given."""
-    if rows is not None and is_lora(layer):
-        base_layer: Any = layer.base_layer
-        return _by_row(layer, tokens, rows, base_layer(tokens[None])[0])
+    """Compute [T, k] (of an embedding: ids [T]) -> [T, n] by a layer as it stands; adapters by `rows`, if given."""
+    if rows is not None and is_adapted(layer):
+        return _by_row(layer, tokens, rows, layers_within(layer)[0](tokens[None])[0])
     # PEFT's hooks belong to another call, whose adapters must not apply.
-    run: Any = layer.forward if layer._forward_pre_hooks and is_lora(layer) and has_only_names(layer) else layer
+    run: Any = layer.forward if layer._forward_pre_hooks and is_adapted(layer) and has_only_names(layer) else layer
     result: torch.Tensor = run(tokens[None])[0]
     return result
 
 
 @contextmanager
 def by_row(layers: list[weakref.ref], rows: AdapterRows | None) -> Iterator[None]:
-    """Apply adapters by `rows` in this thread's calls of these LoRA layers, on packed tokens [1, T], in a ``with``.
+    """Apply adapters by `rows` in this thread's calls of these layers, on packed tokens [1, T], in a ``with``.
 
     Hooks do it, since stock's modules call the layers. No hook is set if `rows` is None and no layer has PEFT's hooks.
     """
@@ -128,18 +153,31 @@ def by_row(layers: list[weakref.ref], rows: AdapterRows | None) -> Iterator[None
     if rows is None and not any(layer._forward_pre_hooks for layer in found):
         yield
         return
-    thread = threading.get_ident()
+    thread, flat = threading.get_ident(), set[Any]()
 
     def before(layer: Any, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return None
         kwargs.pop("adapter_names", None)  # of another call
-        return args, kwargs if rows is None else kwargs | {"adapter_names": [BASE]}  # for a batch of one row
+        if rows is None:
+            return args, kwargs
+        tokens, *others = args
+        if tokens.dim() == (2 if tokens.is_floating_point() else 1):  # without the dim of a batch, which PEFT needs
+            flat.add(layer)
+            tokens = tokens[None]
+        if tokens.shape[:2] != (1, len(rows.entries)):
+            raise UnsupportedModelError(f"{type(layer).__name__} gets {list(tokens.shape)}, and adapters by row need "
+                                        f"the {len(rows.entries)} tokens of the step. Report the model's class.")
+        return (tokens, *others), kwargs | {"adapter_names": [BASE]}  # for a batch of one row
 
     def after(layer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         if threading.get_ident() != thread or rows is None:
             return output
-        return _by_row(layer, args[0][0], rows, output[0])[None]
+        result = _by_row(layer, args[0][0], rows, output[0])
+        if layer not in flat:
+            return result[None]
+        flat.remove(layer)
+        return result
 
     with ExitStack() as stack:
         for layer in found:
@@ -149,14 +187,17 @@ def by_row(layers: list[weakref.ref], rows: AdapterRows | None) -> Iterator[None
 
 
 def _by_row(layer: Any, tokens: torch.Tensor, rows: AdapterRows, base: torch.Tensor) -> torch.Tensor:
-    """Compute `LoraLayer._mixed_batch_forward` from the base layer's result; active adapters as in the layer's forward.
+    """Compute PEFT's `_mixed_batch_forward` from the base layer's result; active adapters as in the layer's forward.
 
     All adapters are applied to all tokens, so that the host need not wait for the content of `rows`.
     """
     index = rows.entries[:, None]
     result = torch.where(index == 0, layer.forward(tokens[None])[0], base)
     for entry, name in enumerate(rows.names, 1):
-        if (delta := _delta(layer, name, tokens)) is not None:
+        if is_saved(layer):
+            if name in layer.modules_to_save:
+                result = torch.where(index == entry, layer.modules_to_save[name](tokens[None])[0], result)
+        elif (delta := _delta(layer, name, tokens)) is not None:
             result = torch.where(index == entry, base + delta.to(base.dtype), result)
     return result
 

@@ -177,7 +177,8 @@ def test_a_trained_adapter_generates_with_its_new_weights(fused):
     ({"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"down_proj": 3}}, None),
     ({"layers_to_transform": [1]}, None),
     ({"target_modules": "all-linear"}, None),
-    ({"modules_to_save": ["lm_head"]}, "lm_head is a peft.utils.other.ModulesToSaveWrapper"),
+    ({"modules_to_save": ["lm_head", "embed_tokens"]}, None),
+    ({"modules_to_save": ["norm"]}, "norm is a peft.utils.other.ModulesToSaveWrapper, not transformers' own"),
     ({"trainable_token_indices": [5, 9]}, "embed_tokens is a peft.utils.other.TrainableTokensWrapper"),
 ])
 def test_kinds_of_lora(overrides, reason):

@@ -75,6 +75,16 @@ def test_each_request_has_its_own(wrapped):
     assert_idle(wrapped.get_base_model())
 
 
+def test_adapters_with_copies_of_head_and_embedding():
+    saved = {"modules_to_save": ["lm_head", "embed_tokens"]}
+    wrapped = with_adapter(with_adapter(tiny_model(), "one", 5, ["q_proj"], **saved), "two", 6, ["v_proj"], **saved)
+    engine, prompt = hf_paged.get_engine(hf_paged.enable(wrapped, strict=True)), random_prompts([40])[0]
+    asked = {add(engine, prompt, name): name for name in NAMES}
+    expected = {key: stocks(wrapped, prompt, name) for key, name in asked.items()}
+    assert {key: completion.token_ids for key, completion in finish(engine).items()} == expected
+    assert len({str(tokens) for tokens in expected.values()}) == 3
+
+
 def test_log_probabilities_are_the_adapters(wrapped):
     engine, prompt = hf_paged.get_engine(wrapped), random_prompts([40], seed=2)[0]
     asked = {add(engine, prompt, name, logprobs=True, prompt_logprobs=True): name for name in NAMES}

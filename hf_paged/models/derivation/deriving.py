@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import threading
 from collections.abc import Iterator
@@ -17,19 +18,18 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
-from hf_paged.guards.families import SUPPORTED
-from hf_paged.guards.hints import PUT_BACK, UNDO_PATCH
+from hf_paged.guards.hints import UNDO_PATCH
 from hf_paged.guards.origin import package_of
 from hf_paged.models.derivation import stored_layout
 from hf_paged.models.derivation.contents import contents_of
-from hf_paged.models.derivation.executor import OUTLINES, ModelOutline, constants_of, modules_below
+from hf_paged.models.derivation.executor import OUTLINES, ModelOutline, constants_of, modules_below, precision_of
 from hf_paged.models.derivation.layout import Layout, lay_out
 from hf_paged.models.derivation.over_ranks import part_of
-from hf_paged.models.derivation.rows_in_dtype import check_rows_in
+from hf_paged.models.derivation.rows_in_dtype import Precision, check_rows_in
 from hf_paged.models.derivation.two_halves import check_two_halves
 from hf_paged.models.executor import KNOWN_LAYERS
 from hf_paged.models.paged_calls import implementation_of
-from hf_paged.models.proof import Verdict, prove
+from hf_paged.models.proof import Verdict, prove, store
 from hf_paged.models.proof.interface import NAME
 from hf_paged.models.proof.line_counts import modeling_files
 from hf_paged.models.proof.prove import in_thread, patched_in
@@ -39,7 +39,9 @@ from hf_paged.parallel.fsdp import plain_class
 from hf_paged.parallel.group import group_of
 from hf_paged.parallel.replica import replica_of
 
-IN_STOCK = f"It runs in stock. Without a proof, the engine runs {', '.join(SUPPORTED)}."
+IN_STOCK = "It runs in stock. The page docs/models.md lists the classes that run on the engine."
+_AGREE = ("A module was exchanged, or the config changed and the modules did not. Put back what changed, or "
+          "load the model anew.")
 _PATIENCE_S = 1.0  # before a line of progress
 _refusals: WeakKeyDictionary[PreTrainedModel, Reason] = WeakKeyDictionary()
 
@@ -71,30 +73,49 @@ def derive(model: PreTrainedModel) -> ModelOutline | Reason:
 
 
 def _holds(outline: ModelOutline, model: PreTrainedModel) -> bool:
-    is_of_dtype = outline.dtype in (None, model.get_input_embeddings().weight.dtype)
-    return is_of_dtype and outline.constants == constants_of(model, _called(outline.classes))
+    return outline.constants == constants_of(model, _called(outline.classes))
+
+
+def why_rows_mix(model: PreTrainedModel, precision: Precision) -> str | None:
+    """Return why rows of a step of a model may depend on each other in this precision, or None."""
+    subject = _subject_of(model)
+    if isinstance(subject, Reason):
+        return str(subject)
+    key = f"rows-{hashlib.sha256(str(precision).encode()).hexdigest()[:16]}-{subject.key}"
+    if (verdict := store.read(key)) is None:
+        with _progress(subject.cls.__name__):
+            made: Verdict | str = in_thread(lambda: _rows_in(precision, subject))
+        if isinstance(made, str):  # an error, which may be the machine's
+            return made
+        store.write(key, verdict := made)
+    return None if verdict.outcome == "proved" else verdict.reason
+
+
+def _rows_in(precision: Precision, subject: _Subject) -> Verdict | str:
+    try:
+        check_rows_in(precision, subject.cls, subject.config, subject.attention)
+    except Refused as refusal:
+        return Verdict("refused", str(refusal))
+    except Exception as error:
+        return f"its clone does not run ({type(error).__name__}: {str(error)[:160]})"
+    return Verdict("proved")
 
 
 def _derive(model: PreTrainedModel) -> ModelOutline | Reason:
-    cls = next((kind for kind in plain_class(type(model)).__mro__ if package_of(kind) == "transformers"), None)
-    if cls is None or not cls.__module__.startswith("transformers.models."):
-        return Reason("{} is no causal LM of transformers", type(model).__name__, remedy=IN_STOCK)
-    attention = implementation_of(model.config.get_text_config(decoder=True))
-    if (place := patched_in(model, attention)) is not None:
-        return Reason("{} is patched", place, remedy=UNDO_PATCH)
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
-    if not isinstance(embedding, torch.Tensor):
-        return Reason("{} is no causal LM of transformers with a table of embeddings", cls.__name__, remedy=IN_STOCK)
-    subject = _Subject(cls, copy.deepcopy(model.config), attention, embedding.dtype, group_of(model).size)
-    ranks = f"{subject.num_ranks}-" * (subject.num_ranks > 1)
-    key = f"layout-{ranks}{subject.dtype}-{key_of(cls, model.config, str(attention), modeling_files(model))}"
-    if (known := stored_layout.read(key)) is None or not _fits(known[1], model):
-        with _progress(cls.__name__), turn(key):  # one of the ranks proves, and the others read
-            if (again := stored_layout.read(key)) in (None, known):
-                again = _proved(subject, key)
+    subject = _subject_of(model)
+    if isinstance(subject, Reason):
+        return subject
+    if (known := stored_layout.read(subject.key)) is None or not _fits(known[1], model):
+        with _progress(subject.cls.__name__), turn(subject.key):  # one of the ranks proves, and the others read
+            if (again := stored_layout.read(subject.key)) in (None, known):
+                again = _proved(subject)
         known = again
     assert known is not None
-    return _found(model, subject, *known)
+    found = _found(model, subject, *known)
+    if isinstance(found, Reason):
+        return found
+    precision = precision_of(model, _called(found.classes))
+    return found._replace(precisions={precision: why_rows_mix(model, precision)})
 
 
 def _fits(layout: Layout | None, model: nn.Module) -> bool:
@@ -107,11 +128,29 @@ class _Subject(NamedTuple):
     cls: type[PreTrainedModel]
     config: Any
     attention: Any
-    dtype: torch.dtype
     num_ranks: int
+    key: str
 
 
-def _proved(subject: _Subject, key: str) -> tuple[Verdict, Layout | None]:
+def _subject_of(model: PreTrainedModel) -> _Subject | Reason:
+    """Return what a proof of a model is about, or why there can be none."""
+    cls = next((kind for kind in plain_class(type(model)).__mro__ if package_of(kind) == "transformers"), None)
+    if cls is None or not cls.__module__.startswith("transformers.models."):
+        return Reason("{} is no causal LM of transformers", type(model).__name__, remedy=IN_STOCK)
+    attention = implementation_of(model.config.get_text_config(decoder=True))
+    # Layers of other packages (LoRA, quantized) stand for known layers, and are judged as those of listed families.
+    own = [module for module in model.modules() if package_of(type(module)) in ("torch", "transformers")]
+    if (place := patched_in(own, attention)) is not None:
+        return Reason("{} is patched", place, remedy=UNDO_PATCH)
+    if not isinstance(getattr(model.get_input_embeddings(), "weight", None), torch.Tensor):
+        return Reason("{} is no causal LM of transformers with a table of embeddings", cls.__name__, remedy=IN_STOCK)
+    num_ranks = group_of(model).size
+    ranks = f"{num_ranks}-" * (num_ranks > 1)
+    key = f"layout-{ranks}{key_of(cls, model.config, str(attention), modeling_files(own))}"
+    return _Subject(cls, copy.deepcopy(model.config), attention, num_ranks, key)
+
+
+def _proved(subject: _Subject) -> tuple[Verdict, Layout | None]:
     """Prove and lay out models of a class and a config, and store that."""
     verdict = prove(subject.cls, subject.config, subject.attention)
     if verdict.outcome != "proved":  # `prove` stores it
@@ -119,16 +158,15 @@ def _proved(subject: _Subject, key: str) -> tuple[Verdict, Layout | None]:
     made: tuple[Verdict, Layout | None] | str = in_thread(lambda: _laid_out(subject, verdict))
     if isinstance(made, str):  # an error, which may be the machine's
         return Verdict("refused", made), None
-    stored_layout.write(key, *made)
+    stored_layout.write(subject.key, *made)
     return made
 
 
 def _laid_out(subject: _Subject, verdict: Verdict) -> tuple[Verdict, Layout | None] | str:
-    cls, config, attention, dtype, num_ranks = subject
+    cls, config, attention, num_ranks, _ = subject
     try:
         layout = lay_out(cls, config)
-        layout = replace(layout, has_stock_cache=check_two_halves(cls, config, attention))
-        check_rows_in(dtype, cls, config, attention)
+        layout = replace(layout, **check_two_halves(cls, config, attention)._asdict())
         if num_ranks > 1:
             layout = part_of(layout, cls, config, attention, num_ranks)
     except Refused as refusal:
@@ -147,11 +185,11 @@ def _found(model: PreTrainedModel, subject: _Subject, verdict: Verdict,
     if layout is None:
         return Reason("{} is not proved to run on the paged engine: {}", cls.__name__, verdict.reason, remedy=IN_STOCK)
     if (difference := _difference(layout, model) or _other_attention(layout, model, subject.attention)) is not None:
-        return Reason("{}, unlike in a new model of its config", difference, remedy=PUT_BACK)
+        return Reason("{}, unlike in a new model of its config", difference, remedy=_AGREE)
     limits = [limit for limit in (layout.positions, verdict.max_length) if limit is not None]
     return ModelOutline(cls, layout.body, layout.calls, layout.classes, layout.num_logits, min(limits),
-                        constants_of(model, _called(layout.classes)), verdict.max_step_tokens, subject.dtype,
-                        layout.has_stock_cache)
+                        constants_of(model, _called(layout.classes)), verdict.max_step_tokens, None,
+                        layout.has_stock_cache, layout.ignores_train_mode)
 
 
 def _called(classes: Any) -> frozenset[str]:
@@ -161,7 +199,7 @@ def _called(classes: Any) -> frozenset[str]:
 def _difference(layout: Layout, model: nn.Module) -> str | None:
     """Return which module differs from a new model's, in its class or in what it holds, or None.
 
-    A layer of a known kind may be one of another class, with contents of its own (quantized, LoRA).
+    A layer of a known kind may be one of another class, or hold more than a new one (quantized, LoRA).
     """
     called, contents = _called(layout.classes), contents_of(model)
     modules = dict(modules_below(model, called))
@@ -171,9 +209,10 @@ def _difference(layout: Layout, model: nn.Module) -> str | None:
             if path in called and module is not None:
                 continue
             return f"{path} is " + ("missing" if module is None else f"a {type(module).__name__}")
-        if (got := contents[path]) != (wanted := layout.contents[path]):
-            name = min(name for name in got.keys() | wanted.keys() if got.get(name, ...) != wanted.get(name, ...))
-            return f"{path} holds {name}={got.get(name)!r:.80}"
+        got, wanted = contents[path], layout.contents[path]
+        names = got.keys() & wanted.keys() if path in called else got.keys() | wanted.keys()
+        if unlike := [name for name in names if got.get(name, ...) != wanted.get(name, ...)]:
+            return f"{path} holds {min(unlike)}={got.get(min(unlike))!r:.80}"
     return None
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from hf_paged.errors import Reason
-from hf_paged.guards.hints import DISAGREE, DTYPE_OF_AUTOCAST, EVAL_MODE, ONE_DTYPE, UNDO_REPLACEMENT
+from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN, EVAL_MODE, ONE_DTYPE, UNDO_REPLACEMENT
 from hf_paged.guards.original_classes import of_model_class
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.models.base import AttentionMask, KVSpec, PoolShape
-from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, plain_values
+from hf_paged.models.derivation.rows_in_dtype import Precision
+from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights, plain_values
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.parallel.layers import stock_class
 
@@ -49,8 +51,10 @@ class ModelOutline(NamedTuple):
     max_length: int
     constants: tuple
     max_step_tokens: int | None = None  # None: any number
-    dtype: torch.dtype | None = None  # for which rows were found not to depend on others; None: any
+    # Why rows depend on others in each precision that was tried, or None; None in place of it all: they never do.
+    precisions: dict[Precision, str | None] | None = None
     has_stock_cache: bool = True
+    ignores_train_mode: bool = False  # all modules but layers at the paths that are called as they stand
 
 
 OUTLINES: WeakKeyDictionary[PreTrainedModel, ModelOutline] = WeakKeyDictionary()
@@ -60,8 +64,15 @@ OUTLINES: WeakKeyDictionary[PreTrainedModel, ModelOutline] = WeakKeyDictionary()
 class DerivedExecutor(ModelExecutor):
     """Executor that runs the modules of a model as they stand, by the model's outline."""
 
-    def __init__(self, model: PreTrainedModel, *, outline: ModelOutline, **techniques: bool) -> None:
-        self.outline = outline
+    def __init__(self, model: PreTrainedModel, *, outline: ModelOutline,
+                 derive: Callable[[PreTrainedModel], ModelOutline | Reason],
+                 why_rows_mix: Callable[[PreTrainedModel, Precision], str | None], **techniques: bool) -> None:
+        """Run a model by its outline.
+
+        ``derive`` makes the outline of the model as it is after a change; ``why_rows_mix`` says why rows of a step
+        depend on each other in a precision, or None.
+        """
+        self.outline, self._derive, self._why_rows_mix = outline, derive, why_rows_mix
         self._called = frozenset(path for path, kind in outline.classes.items() if kind in KNOWN_LAYERS)
         shapes = [PoolShape(call.num_kv_heads, call.head_dim, call.value_dim) for call in outline.calls]
         sizes = {(call.num_heads, *shape) for call, shape in zip(outline.calls, shapes, strict=True)}
@@ -122,12 +133,14 @@ class DerivedExecutor(ModelExecutor):
         return self.outline.num_logits
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
-        linear = [module for module in self.decoder.modules() if isinstance(module, nn.Linear)]
         hidden = self.model.get_input_embeddings().weight.shape[1]
-        widest = max((layer.out_features for layer in linear), default=hidden)
+        widest = max([hidden, *(_width(module) for module in self.decoder.modules())])
         experts = getattr(self.config, "num_experts_per_tok", None) or 1
         per_token = 8 * hidden + experts * (3 * widest + 2 * hidden)
-        return num_tokens * per_token * self.kv_spec().compute_dtype.itemsize + num_rows * self.num_logits * 4 * 4
+        # Autocast copies what it casts; the copy of the head is the largest, and the last.
+        cast = 0 if self.autocast is None else hidden * self.num_logits * self.autocast.itemsize
+        itemsize = self.kv_spec().compute_dtype.itemsize
+        return num_tokens * per_token * itemsize + num_rows * self.num_logits * 4 * 4 + cast
 
     def original_code(self) -> OriginalCode:
         return of_model_class(self.model_class, frozenset(map(stock_class, self.outline.classes.values())))
@@ -147,49 +160,61 @@ class DerivedExecutor(ModelExecutor):
         return constants_of(self.model, self._called)
 
     def why_not_constants(self) -> Reason | None:
-        reasons = (self._why_not_outline, self._why_not_dtype, self._why_not_instance, self._why_not_mode,
-                   self.why_not_registry)
+        reasons = (self._why_not_outline, self._why_not_instance, self._why_not_mode, self.why_not_registry)
         return next((reason for check in reasons if (reason := check()) is not None), None)
 
     def _why_not_outline(self) -> Reason | None:
-        if missing := self.outline.classes.keys() - dict(self._modules()).keys():
-            return Reason("the model lacks {}, which its outline has", min(missing), remedy=DISAGREE)
-        if self.constants() != self.outline.constants:
-            return Reason("the config, or a number in a module, changed since the outline was made", remedy=DISAGREE)
+        """Return why the model as it is now has no outline with the same attention calls, or None."""
+        if self.constants() == self.outline.constants and self.outline.classes.keys() <= dict(self._modules()).keys():
+            return None
+        found = self._derive(self.source)  # takes seconds, where a proof is not stored
+        if isinstance(found, Reason):
+            return found
+        if (found.body, found.calls, found.max_length, found.max_step_tokens) != (
+                self.outline.body, self.outline.calls, self.outline.max_length, self.outline.max_step_tokens):
+            return Reason("the config changed, and with it the attention or the lengths of sequences",
+                          remedy=ENABLE_AGAIN)
+        self.outline = found
         return None
 
-    def _why_not_dtype(self) -> Reason | None:
-        """Return why the dtype of calls is not one for which the model is known to compute each row alone, or None."""
-        if self.outline.dtype is None:
+    def why_not_precision(self, autocast: torch.dtype | None) -> Reason | None:
+        known, precision = self.outline.precisions, precision_of(self.model, self._called, autocast)
+        if known is None:
+            return super().why_not_precision(autocast)
+        if precision not in known:
+            known[precision] = self._why_rows_mix(self.source, precision)
+        if (why := known[precision]) is None:
             return None
-        dtype = self.kv_spec().compute_dtype
-        if dtype != self.outline.dtype:
-            return Reason("weights of dtype {}, which were {} when the model was enabled", dtype, self.outline.dtype,
-                          remedy="Disable the model, and enable it again.")
-        if (cast := self.autocast or self.autocast_of_call()) is not None:
-            return Reason("autocast to {}, for which {} is not proved", cast, self.model_class.__name__,
+        name = self.model_class.__name__
+        if autocast is not None:
+            return Reason("autocast to {}, for which {} is not proved: {}", autocast, name, why,
                           remedy=DTYPE_OF_AUTOCAST)
-        return None
+        dtypes = sorted({str(dtype) for _, dtype in precision.weights})
+        return Reason("weights of dtype {}, for which {} is not proved: {}", " and ".join(dtypes), name, why,
+                      remedy=ONE_DTYPE)
 
     def _why_not_instance(self) -> Reason | None:
-        """Return which function of a module is replaced on the instance, or which weight has another dtype, or None."""
-        dtype = self.kv_spec().compute_dtype
+        """Return which function of a module is replaced on the instance, or None."""
         for path, module, _ in self.own_modules():
             # Eligibility checks replaced forwards of all modules.
             kind = type(module)
             if replaced := [k for k in vars(module) if k != "forward" and callable(getattr(kind, k, None))]:
                 return Reason("{} of {} is replaced on the instance", min(replaced), path, remedy=UNDO_REPLACEMENT)
-            for key, parameter in module.named_parameters(recurse=False):
-                if parameter.is_floating_point() and parameter.dtype != dtype and self.autocast is None:
-                    return Reason("mixed dtypes: {}.{} is {}, the embedding {}", path, key, parameter.dtype, dtype,
-                                  remedy=ONE_DTYPE)
         return None
 
     def _why_not_mode(self) -> Reason | None:
-        # `resize_token_embeddings` makes new layers, of train mode.
-        if any(module.training for module in self.model.modules() if type(module) not in (nn.Linear, nn.Embedding)):
+        # Layers that are called, new ones of a resized vocabulary for instance, may be in train mode: eligibility looks
+        # for dropout in them.
+        if not self.outline.ignores_train_mode and any(module.training for _, module, _ in self.own_modules()):
             return Reason("the model is in train mode, where it may drop out", remedy=EVAL_MODE)
         return None
+
+
+def _width(layer: nn.Module) -> int:
+    """Return the number of columns of a layer's result; 0 if it is no linear layer."""
+    if isinstance(layer, Conv1D):
+        return layer.nf
+    return layer.out_features if isinstance(layer, nn.Linear) else 0
 
 
 def modules_below(module: nn.Module, called: Collection[str], path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -199,6 +224,17 @@ def modules_below(module: nn.Module, called: Collection[str], path: str = "") ->
         yield name, child
         if name not in called:
             yield from modules_below(child, called, name)
+
+
+def precision_of(model: nn.Module, called: Collection[str], autocast: torch.dtype | None = None) -> Precision:
+    """Return the precision of a model; of layers at the paths in `called`, only weights whose dtype is computed in."""
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for path, module in modules_below(model, called):
+            named = [("weight", weight) for weight in float_weights(module)] if path in called else (
+                module.named_parameters(recurse=False))
+            yield from ((f"{path}.{key}", weight) for key, weight in named if weight.is_floating_point())
+
+    return Precision.of(weights(), autocast)
 
 
 def constants_of(model: PreTrainedModel, called: Collection[str]) -> tuple:

@@ -30,6 +30,7 @@ class Layout:
     """What a model of some class and config is made of, without its weights.
 
     ``contents``: of each module by path, what `contents_of` says. ``has_stock_cache``: as of `ModelExecutor`.
+    ``ignores_train_mode``: whether the class computes the same in train mode, but for what layers in it do.
     """
 
     body: str
@@ -39,6 +40,7 @@ class Layout:
     num_logits: int
     positions: int
     has_stock_cache: bool = True
+    ignores_train_mode: bool = False
 
 
 def lay_out(cls: type[PreTrainedModel], config: PreTrainedConfig, num_ranks: int = 1) -> Layout:

@@ -43,7 +43,7 @@ def part_of(whole: Layout, cls: type[PreTrainedModel], config: PreTrainedConfig,
         raise Refused(f"a rank's part does not run ({type(error).__name__}: {str(error)[:160]})") from error
     _check_part(whole, part, num_ranks)
     _check_clone(cls, config, attention, shares_heads=any(call.num_kv_heads % num_ranks for call in whole.calls))
-    return replace(part, has_stock_cache=whole.has_stock_cache)
+    return replace(part, has_stock_cache=whole.has_stock_cache, ignores_train_mode=whole.ignores_train_mode)
 
 
 def _check_part(whole: Layout, part: Layout, num_ranks: int) -> None:

@@ -45,7 +45,7 @@ def _layout(values: dict[str, Any] | None) -> Layout | None:
     classes = {path: kinds[number] for path, number in values["classes"].items()}
     calls = tuple(AttentionLayout(*call)._replace(mask=AttentionMask(*call[-1])) for call in values["calls"])
     return Layout(values["body"], calls, classes, values["contents"], values["num_logits"], values["positions"],
-                  values["has_stock_cache"])
+                  values["has_stock_cache"], values["ignores_train_mode"])
 
 
 def _name(kind: type) -> str:

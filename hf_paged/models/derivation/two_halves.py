@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.models.derivation.layout import body_of, watched_forwards
 from hf_paged.models.executor import class_logits, final_states
-from hf_paged.models.proof.clone import Double, clone_of
+from hf_paged.models.proof.clone import Double, NoRandomness, clone_of
 from hf_paged.models.proof.interface import answered_by, embeddings_of
 from hf_paged.models.proof.mask_kinds import FULL
 from hf_paged.models.proof.reduced import reduced
@@ -22,8 +22,15 @@ TOKENS = 13
 WANTED = (4, 0, 12, 7)  # of a step's tokens, those that get logits
 
 
-def check_two_halves(cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str) -> bool:
-    """Raise `Refused` if the halves give other logits; return whether stock's cache holds what attention gets."""
+class CloneTraits(NamedTuple):
+    """Properties of a clone: as `Layout` names them."""
+
+    has_stock_cache: bool
+    ignores_train_mode: bool
+
+
+def check_two_halves(cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str) -> CloneTraits:
+    """Raise `Refused` if the halves give other logits; return what else the forwards showed."""
     with Double(), torch.no_grad():
         model = clone_of(cls, reduced(config), attention)
         tokens = torch.arange(TOKENS) % len(embeddings_of(model))
@@ -34,10 +41,24 @@ def check_two_halves(cls: type[PreTrainedModel], config: PreTrainedConfig, atten
             has_stock_cache = _holds_given(cache, spy)
             hidden = final_states(model.get_submodule(body), tokens, torch.arange(TOKENS))
         halves = class_logits(model, cls, body, hidden[list(WANTED)])
+        ignores_train_mode = _ignores_train_mode(model, tokens.tolist())
     if (worst := distance(halves, logits[list(WANTED)])) >= TOLERANCE:
         raise Refused(f"logits of the final hidden states of {body} differ from the class's by {worst:.1e} of their "
                       "standard deviation")
-    return has_stock_cache
+    return CloneTraits(has_stock_cache, ignores_train_mode)
+
+
+def _ignores_train_mode(model: PreTrainedModel, tokens: list[int]) -> bool:
+    """Return whether a forward in train mode draws no random numbers and gives the logits of eval mode."""
+    logits = forward(model, tokens)
+    model.train()
+    try:
+        with NoRandomness():
+            return torch.equal(forward(model, tokens), logits)
+    except Exception:
+        return False
+    finally:
+        model.eval()
 
 
 def paths_of(model: nn.Module) -> dict[nn.Module, str]:

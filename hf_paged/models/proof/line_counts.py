@@ -7,20 +7,20 @@ import functools
 import inspect
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
 
 from hf_paged.models.proof.lengths import is_length
 
 
-def modeling_files(model: PreTrainedModel) -> frozenset[str]:
+def modeling_files(modules: Iterable[nn.Module]) -> frozenset[str]:
     """Return the files with the classes of a model's modules and with their base classes of models, without torch's."""
-    own = {type(module) for module in model.modules()}
+    own = {type(module) for module in modules}
     bases = {base for kind in own for base in kind.__mro__ if not _is_shared(base)}
     return frozenset(file for kind in own | bases if not kind.__module__.startswith("torch.")
                      and (file := _file_of(kind)))

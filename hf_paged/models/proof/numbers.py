@@ -27,7 +27,7 @@ def numbers_of(cls: type[PreTrainedModel], small: PreTrainedConfig, attention: s
         model = clone_of(cls, small, attention)
         subject = subject_of(model, attention, farthest(small))
         before = _plain_state(model)
-        lines = LineCounts(modeling_files(model))
+        lines = LineCounts(modeling_files(model.modules()))
         with lines.counting():
             made = generated_by_stock(subject)
             check_prompts(subject, made)

@@ -44,7 +44,7 @@ def outline_of(model: PreTrainedModel) -> Outline:
     for one in configs_of(model):
         one._experts_implementation_internal = "batched_mm"  # of any sizes
     recorder = Recorder(model, farthest(model.config), _no_numbers)
-    lines = LineCounts(modeling_files(model))
+    lines = LineCounts(modeling_files(model.modules()))
     with answered_by(model, recorder) as recorder.masks, torch.no_grad(), lines.counting():
         # A mask of ones, as stock's `generate` has: without a mask, transformers looks at the positions' numbers.
         model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long, device="meta"),

@@ -42,7 +42,8 @@ class PackedSteps:
     def __init__(self, model: PreTrainedModel, calls: Sequence[AttentionRecord], blocks: int, *, softcap: bool,
                  unread: Collection[Row] = ()) -> None:
         self._model, self._calls, self._softcap, self._unread = model, calls, softcap, unread
-        dtype = embeddings_of(model).dtype
+        self._casts = torch.is_autocast_enabled("cpu")
+        dtype = torch.get_autocast_dtype("cpu") if self._casts else embeddings_of(model).dtype
         self._keys = [torch.full((blocks * BLOCK, call.key_heads, call.key_size), 3.0, dtype=dtype) for call in calls]
         self._values = [torch.full((blocks * BLOCK, call.key_heads, call.value_size), 3.0, dtype=dtype)
                         for call in calls]
@@ -83,6 +84,9 @@ class PackedSteps:
         if index >= len(self._calls) or self._calls[index].module != self._paths.get(id(module)):
             raise Refused("a packed forward makes its attention calls in another order than stock's")
         keys, values, dtype = self._keys[index], self._values[index], query.dtype
+        if not self._casts and query.dtype.itemsize < 8 and {query.dtype, key.dtype, value.dtype} != {keys.dtype}:
+            raise Refused(f"{type(module).__name__} attends to {key.dtype} by {query.dtype}, and the embedding is "
+                          f"{keys.dtype}")
         query, key, value = (x[0].transpose(0, 1).to(keys.dtype) for x in (query, key, value))
         keys[self._new], values[self._new] = key, value
         parts = []
@@ -93,7 +97,8 @@ class PackedSteps:
                 continue
             parts.append(attend(part, keys[slots], values[slots], at, torch.arange(len(slots)),
                                 self._calls[index].mask, scaling, softcap if self._softcap else None, s_aux))
-        return torch.cat(parts)[None].contiguous().to(dtype)
+        result = torch.cat(parts)[None].contiguous()
+        return result if self._casts else result.to(dtype)
 
     def _counts(self) -> list[int]:
         return [len(at) for at in self._at]

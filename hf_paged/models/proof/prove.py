@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -61,15 +62,15 @@ def _proof(cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str)
 def _keys(model: PreTrainedModel, config: PreTrainedConfig, small: PreTrainedConfig,
           attention: str) -> tuple[str | None, str | None]:
     """Return the keys of verdicts on a config and on its clones', which all sizes share; None for patched code."""
-    if patched_in(model, attention) is not None:
+    if patched_in(model.modules(), attention) is not None:
         return None, None
-    files, cls = modeling_files(model), type(model)
+    files, cls = modeling_files(model.modules()), type(model)
     return f"model-{key_of(cls, config, attention, files)}", f"clone-{key_of(cls, small, attention, files)}"
 
 
-def patched_in(model: PreTrainedModel, attention: Any) -> str | None:
-    """Return what is patched of the code that a model of this attention implementation runs, or None."""
-    if (place := patched_class(sorted({type(module) for module in model.modules()}, key=str))) is not None:
+def patched_in(modules: Iterable[nn.Module], attention: Any) -> str | None:
+    """Return what is patched of the code that these modules and this attention implementation run, or None."""
+    if (place := patched_class(sorted({type(module) for module in modules}, key=str))) is not None:
         return place
     entries = (registry.get(attention) for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
     return next((place for entry in entries if entry is not None and (place := patched_entry(entry)) is not None), None)

@@ -77,7 +77,7 @@ class WatchedCache(DynamicCache):
         super().__init__(config=model.config.get_text_config(decoder=True))
         self.entries: list[Entry] = []
         self.readers: set[str] = set()
-        self._files, self._lie = modeling_files(model), lie
+        self._files, self._lie = modeling_files(model.modules()), lie
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
                **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

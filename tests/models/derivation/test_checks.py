@@ -11,7 +11,7 @@ from derived_models import derived_model
 from transformers.models.arcee.modeling_arcee import ArceeForCausalLM, ArceeMLP
 
 from hf_paged.models.derivation.layout import check_pages
-from hf_paged.models.derivation.rows_in_dtype import check_rows_in
+from hf_paged.models.derivation.rows_in_dtype import Precision, check_rows_in
 from hf_paged.models.derivation.two_halves import check_two_halves
 from hf_paged.models.proof.calls import AttentionRecord
 from hf_paged.models.proof.mask_kinds import FULL
@@ -51,18 +51,43 @@ def test_a_head_that_counts_the_tokens_of_its_inputs(monkeypatch):
     check_two_halves(ArceeForCausalLM, config(), "sdpa")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rows_that_depend_on_others_in_one_dtype_are_refused(dtype, monkeypatch):
-    check_rows_in(dtype, ArceeForCausalLM, config(), "sdpa")
+ALL, HALVES = Precision((("", torch.float32),)), (torch.bfloat16, torch.float16)
+PRECISIONS = [Precision((("", dtype),)) for dtype in (torch.float32, *HALVES)] + [
+    ALL._replace(autocast=dtype) for dtype in HALVES]
+
+
+@pytest.mark.parametrize("planted", PRECISIONS, ids=str)
+def test_rows_that_depend_on_others_in_one_precision_are_refused(planted, monkeypatch):
+    check_rows_in(planted, ArceeForCausalLM, config(), "sdpa")
     stock = ArceeMLP.forward
 
     def forward(self, x):
-        return stock(self, x * x.abs().nan_to_num().amax() if x.dtype is dtype else x)
+        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        is_planted = (self.up_proj.weight.dtype, cast) == (planted.weights[0][1], planted.autocast)
+        return stock(self, x * x.abs().nan_to_num().amax() if is_planted else x)
 
     monkeypatch.setattr(ArceeMLP, "forward", forward)
     with pytest.raises(Refused, match="depend on the other rows"):
-        check_rows_in(dtype, ArceeForCausalLM, config(), "sdpa")
-    check_rows_in({torch.bfloat16: torch.float32}.get(dtype, torch.bfloat16), ArceeForCausalLM, config(), "sdpa")
+        check_rows_in(planted, ArceeForCausalLM, config(), "sdpa")
+    check_rows_in(next(one for one in PRECISIONS if one != planted), ArceeForCausalLM, config(), "sdpa")
+
+
+def test_attention_in_another_dtype_than_the_pages_is_refused():
+    names = ("model.embed_tokens.weight", *(f"model.layers.N.self_attn.{part}_proj.weight" for part in "qkvo"),
+             *(f"model.layers.N.mlp.{part}_proj.weight" for part in ("up", "down")), "lm_head.weight",
+             "model.norm.weight", *(f"model.layers.N.{part}_layernorm.weight" for part in (
+                 "input", "post_attention")))
+    precision = Precision((("model.embed_tokens.weight", torch.bfloat16), *((one, torch.float32) for one in names[1:])))
+    with pytest.raises(Refused, match="ArceeAttention attends to torch"):
+        check_rows_in(precision, ArceeForCausalLM, config(), "sdpa")
+
+
+def test_layers_of_one_kind_with_several_dtypes():
+    made = Precision.of([(f"layers.{layer}.norm.weight", torch.ones(1, dtype=dtype))
+                         for layer, dtype in enumerate((torch.float32, torch.float32, torch.float16))])
+    assert [name for name, _ in made.weights] == ["layers.N.norm.weight"] * 2
+    with pytest.raises(Refused, match="layers of one kind have weights of several dtypes"):
+        check_rows_in(made, ArceeForCausalLM, config(), "sdpa")
 
 
 ONE = AttentionRecord("one", FULL, 4, 2, 16, 16, None, None, False)

@@ -43,9 +43,9 @@ def test_an_outline_does_not_keep_its_model_alive():
 
 
 CHANGES = {
-    "config": (lambda model: setattr(model.config, "logit_scale", 0.9), "changed since the outline"),
-    "number": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.9), "changed since the outline"),
-    "attention": (lambda model: model.set_attn_implementation("eager"), "changed since the outline"),
+    "config": (lambda model: setattr(model.config, "logit_scale", 0.9), "the config changed, and with it"),
+    "number": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.9), "self_attn holds scaling=0.9"),
+    "attention": (lambda model: model.set_attn_implementation("eager"), "the config changed, and with it"),
     "module": (lambda model: setattr(model.model.layers[1], "mlp", torch.nn.Identity()), "is a torch.nn"),
     "further module": (lambda model: model.model.add_module("probe", torch.nn.ReLU()), "is a torch.nn"),
     "own method": (lambda model: setattr(model.model, "get_input_embeddings", lambda: None), "is replaced on"),

@@ -30,7 +30,7 @@ _HARMLESS = ("integrations/moe", "modeling_rope_utils", "expert_mask.sum(dim=(-1
 
 def token_operations(subject: Subject) -> list[str]:
     """Return such operations of one step, each with the line of modeling code that runs it."""
-    with _Watch(sum(_TOKENS), modeling_files(subject.model)) as watch:
+    with _Watch(sum(_TOKENS), modeling_files(subject.model.modules())) as watch:
         subject.steps().step([(0, subject.prompts[4][: _TOKENS[0]]), (1, subject.prompts[3][: _TOKENS[1]])])
     return sorted(text for text in watch.found if not any(known in text for known in _HARMLESS))
 
