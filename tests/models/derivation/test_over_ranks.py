@@ -10,7 +10,7 @@ from derived_models import CLASSES, HALF_ROTARY, LATENT, ROUTED, derived_model
 from transformers import PreTrainedModel
 
 from hf_paged import UnsupportedModelError
-from hf_paged.models import check_over_ranks
+from hf_paged.models import check_over_ranks, find_executor
 from hf_paged.models.derivation import deriving, over_ranks
 from hf_paged.models.derivation.executor import DerivedExecutor, ModelOutline
 from hf_paged.models.derivation.layout import lay_out
@@ -44,7 +44,8 @@ def test_heads_of_a_rank(name: str, settings: dict[str, Any], size: int, heads: 
     model = part(name, settings, size - 1, size)
     found = outline(model)
     assert {(call.num_heads, call.num_kv_heads) for call in found.calls} == {heads}
-    executor = DerivedExecutor(model, outline=found)
+    executor = find_executor(model)(model)
+    assert type(executor) is DerivedExecutor
     spec = executor.kv_spec()
     assert (spec.num_heads, spec.num_kv_heads) == heads
     assert (executor.vocab_size, executor.num_logits, executor.hidden_size) == (256, 256, 64)
