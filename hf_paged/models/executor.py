@@ -39,6 +39,7 @@ from hf_paged.guards.tokenwise import quantization_state
 from hf_paged.models.base import AttentionMask, KVSpec, StepContext
 from hf_paged.models.layer_ops import apply_head
 from hf_paged.models.paged_calls import paged_call, running
+from hf_paged.models.recurrent.view import StateView, cache_argument
 from hf_paged.models.tuners import BASE, AdapterRows, adapter_state, by_row, is_lora, states_by_adapter, why_not_row
 from hf_paged.parallel.group import ParallelGroup, group_of
 from hf_paged.parallel.layers import VocabParallelHead
@@ -93,6 +94,7 @@ class ModelExecutor(ABC):
 
     calls_modules = True  # whether all modules run as they stand, on packed tokens
     casting: tuple[type, ...] = ()  # classes of own modules that return their input's dtype whatever their weight's
+    has_states = False  # whether layers keep a recurrent state of each sequence (`models/recurrent`)
     has_experts = True  # whether forwards may look up an implementation of experts
 
     def __init__(self, model: PreTrainedModel, model_class: Any, modeling: ModuleType) -> None:
@@ -454,15 +456,23 @@ class _Output(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
-def final_states(body: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Compute final hidden states [T, hidden_size] of packed tokens [T] by the forward of a model's body."""
+def final_states(body: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor,
+                 states: StateView | None = None) -> torch.Tensor:
+    """Compute final hidden states [T, hidden_size] of packed tokens [T] by the forward of a model's body.
+
+    ``states``: of rows that have as many tokens each; None for a body that keeps none.
+    """
+    rows = 1 if states is None else states.num_rows
+    cache: dict[str, Any] = {}
+    if states is not None:
+        cache = {str(cache_argument(type(body).forward)): states, "use_cache": True}
     # transformers passes a mask of four dims on as it is: it makes no mask and does not inspect the positions.
     no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
     result: torch.Tensor = body(**_accepted(
-        type(body), input_ids=input_ids[None], attention_mask=no_mask, position_ids=positions[None], return_dict=True,
-        **_QUIET,
-    )).last_hidden_state[0]
-    return result
+        type(body), input_ids=input_ids.view(rows, -1), attention_mask=no_mask, position_ids=positions.view(rows, -1),
+        return_dict=True, **_QUIET | cache,
+    )).last_hidden_state
+    return result.flatten(0, 1)
 
 
 def class_logits(model: nn.Module, kind: type[nn.Module], body: str, hidden: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,7 @@ def _proved(subject: _Subject, key: str) -> tuple[Verdict, Layout | None]:
 def _laid_out(subject: _Subject, verdict: Verdict) -> tuple[Verdict, Layout | None] | str:
     cls, config, attention, dtype = subject
     try:
-        layout = lay_out(cls, config)
+        layout = lay_out(cls, config, dtype)
         layout = replace(layout, has_stock_cache=check_two_halves(cls, config, attention))
         check_rows_in(dtype, cls, config, attention)
     except Refused as refusal:
@@ -139,7 +139,7 @@ def _found(model: PreTrainedModel, subject: _Subject, verdict: Verdict,
     limits = [limit for limit in (layout.positions, verdict.max_length) if limit is not None]
     return ModelOutline(cls, layout.body, layout.calls, layout.classes, layout.num_logits, min(limits),
                         constants_of(model, _called(layout.classes)), verdict.max_step_tokens, subject.dtype,
-                        layout.has_stock_cache)
+                        layout.has_stock_cache, layout.states)
 
 
 def _called(classes: Any) -> frozenset[str]:

@@ -15,10 +15,11 @@ from hf_paged.errors import Reason
 from hf_paged.guards.hints import DISAGREE, DTYPE_OF_AUTOCAST, EVAL_MODE, ONE_DTYPE, SHARD, UNDO_REPLACEMENT
 from hf_paged.guards.original_classes import of_model_class
 from hf_paged.guards.original_code import OriginalCode
-from hf_paged.models.base import AttentionMask, KVSpec, PoolShape
+from hf_paged.models.base import AttentionMask, KVSpec, PoolShape, StateShape
 from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, plain_values
 from hf_paged.models.paged_calls import implementation_of
 
+_NO_HEADS = (1, 1, 16)  # of queries, of keys, and their size, where no attention is called: backends need sizes
 _NOT_READ = ("_attn_implementation_internal", "use_cache")  # compared otherwise, and given by each step
 
 
@@ -50,6 +51,7 @@ class ModelOutline(NamedTuple):
     max_step_tokens: int | None = None  # None: any number
     dtype: torch.dtype | None = None  # for which rows were found not to depend on others; None: any
     has_stock_cache: bool = True
+    states: tuple[StateShape, ...] = ()
 
 
 OUTLINES: WeakKeyDictionary[PreTrainedModel, ModelOutline] = WeakKeyDictionary()
@@ -64,8 +66,9 @@ class DerivedExecutor(ModelExecutor):
         self._called = frozenset(path for path, kind in outline.classes.items() if kind in KNOWN_LAYERS)
         shapes = [PoolShape(call.num_kv_heads, call.head_dim, call.value_dim) for call in outline.calls]
         sizes = {(call.num_heads, *shape) for call, shape in zip(outline.calls, shapes, strict=True)}
-        self._are_alike = len(sizes) == 1
-        self._pools = () if self._are_alike and shapes[0].head_dim == shapes[0].value_dim else tuple(shapes)
+        self._are_alike = len(sizes) <= 1
+        is_one_shape = self._are_alike and all(shape.head_dim == shape.value_dim for shape in shapes)
+        self._pools = () if is_one_shape else tuple(shapes)
         self._masks = tuple(call.mask for call in outline.calls)
         paths = (outline.body, *(call.module for call in outline.calls))
         # One path for each config: each step looks them up. A module that gets another config later does not call paged
@@ -89,9 +92,10 @@ class DerivedExecutor(ModelExecutor):
         return [self.model.get_submodule(path).config for path in self._config_paths]
 
     def kv_spec(self) -> KVSpec:
-        weight, first = self.model.get_input_embeddings().weight, self.outline.calls[0]
-        return KVSpec(len(self.outline.calls), first.num_heads, first.num_kv_heads, first.head_dim,
-                      self.autocast or weight.dtype, weight.dtype, weight.device, self._pools, self._are_alike)
+        weight, calls = self.model.get_input_embeddings().weight, self.outline.calls
+        sizes = calls[0][1:4] if calls else _NO_HEADS
+        return KVSpec(len(calls), *sizes, self.autocast or weight.dtype, weight.dtype, weight.device, self._pools,
+                      self._are_alike)
 
     @property
     def has_stock_cache(self) -> bool:

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.guards.origin import package_of
-from hf_paged.models.base import AttentionMask
+from hf_paged.models.base import AttentionMask, StateShape
 from hf_paged.models.derivation.contents import contents_of
 from hf_paged.models.derivation.executor import AttentionLayout
 from hf_paged.models.proof.calls import AttentionRecord
@@ -21,6 +22,7 @@ from hf_paged.models.proof.verdict import Refused
 from hf_paged.models.rope import longest_length
 
 MOST_HEAD_DIM = 512
+NO_POSITIONS = 1 << 20  # tokens of a sequence whose model has no positions: as many as proofs look at
 
 
 @dataclass(frozen=True)
@@ -37,22 +39,25 @@ class Layout:
     num_logits: int
     positions: int
     has_stock_cache: bool = True
+    states: tuple[StateShape, ...] = ()
 
 
-def lay_out(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Layout:
-    """Return the layout of models of this class and config; may raise `Refused`."""
-    model = on_meta(cls, config)
+def lay_out(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Layout:
+    """Return the layout of models of this class and config, whose weights have a dtype; may raise `Refused`."""
+    model = on_meta(cls, config).to(dtype)  # type: ignore[arg-type]
     classes = {path: type(module) for path, module in model.named_modules() if path}
     if odd := next((path for path, kind in classes.items() if package_of(kind) not in ("torch", "transformers")), None):
         raise Refused(f"{odd} is a {classes[odd].__name__}, no class of torch or transformers")
     contents = contents_of(model)
     with watched_forwards(model) as seen:
-        calls = outline_of(model).calls
-    if (limit := positions_of(model.config)) is None:
+        shown = outline_of(model)
+    calls = shown.calls
+    if (limit := positions_of(model.config) if calls else NO_POSITIONS) is None:
         raise Refused("its config names no number of positions")
     check_pages(calls)
     body = body_of(seen.entered, [call.module for call in calls])
-    return Layout(body, tuple(map(_layout_of, calls)), classes, contents, seen.num_logits, limit)
+    return Layout(body, tuple(map(_layout_of, calls)), classes, contents, seen.num_logits, limit,
+                  states=shown.states)
 
 
 class Forwards:
