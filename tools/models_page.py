@@ -33,7 +33,7 @@ class with its default config, small and in float64. [design/models.md](design/m
 | stock | in stock, for the reason named here; another config may be proved |
 
 `hf-paged check MODEL` says how a checkpoint runs. Of image-text models in the table ({wrappers}),
-calls with text alone run natively.
+calls with text alone run natively. Classes with a [recurrent state](design/recurrent_states.md) do so on a CPU.
 
 | class | runs | limit or reason |
 |---|---|---|

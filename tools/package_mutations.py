@@ -1427,7 +1427,7 @@ PROOFS = [
                     "bfloat16"),
     PackageMutation("models/proof/checks/conditions.py", "return isinstance(value, torch.jit.ScriptFunction)",
                     "return False", PLANTED_TESTS, "compiled"),
-    PackageMutation("models/proof/numbers.py", "if length < max_step_tokens:", "if False:", PLANTED_TESTS, "just"),
+    PackageMutation("models/proof/numbers.py", "if length < most:", "if False:", PLANTED_TESTS, "just"),
     PackageMutation("models/proof/outline.py", "if lines := sorted(full.lines ^ small.lines):", "if lines := []:",
                     PLANTED_TESTS, "large"),
     PackageMutation("models/proof/numbers.py", "if not reach.differs:\n            reasons",

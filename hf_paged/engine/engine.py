@@ -336,7 +336,7 @@ class Engine(RequestChecks, WeightAccess):
                           remedy="Lockstep needs the whole model on one GPU. Leave the option out.")
         if self._executor.has_states:
             return Reason("the model keeps a recurrent state, which rows that stock's loop steps have no slots for",
-                          remedy="The options of sampling run natively. Leave the one that needs stock's loop out.")
+                          remedy="Leave the option out.")
         return None
 
     def _too_many(self, specs: list[RequestSpec]) -> Reason | None:

@@ -95,6 +95,7 @@ class ModelExecutor(ABC):
     calls_modules = True  # whether all modules run as they stand, on packed tokens
     casting: tuple[type, ...] = ()  # classes of own modules that return their input's dtype whatever their weight's
     has_states = False  # whether layers keep a recurrent state of each sequence (`models/recurrent`)
+    whole_prompts = False  # whether layers take no state into a further chunk of a prompt
     has_experts = True  # whether forwards may look up an implementation of experts
 
     def __init__(self, model: PreTrainedModel, model_class: Any, modeling: ModuleType) -> None:
@@ -463,14 +464,14 @@ def final_states(body: nn.Module, input_ids: torch.Tensor, positions: torch.Tens
     ``states``: of rows that have as many tokens each; None for a body that keeps none.
     """
     rows = 1 if states is None else states.num_rows
-    cache: dict[str, Any] = {}
-    if states is not None:
-        cache = {str(cache_argument(type(body).forward)): states, "use_cache": True}
-    # transformers passes a mask of four dims on as it is: it makes no mask and does not inspect the positions.
-    no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
+    if states is None:
+        # transformers passes a mask of four dims on as it is: it makes no mask and does not inspect the positions.
+        options: dict[str, Any] = {"attention_mask": input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)}
+    else:  # with a cache, it does not inspect them either
+        options = {str(cache_argument(type(body).forward)): states, "use_cache": True}
     result: torch.Tensor = body(**_accepted(
-        type(body), input_ids=input_ids.view(rows, -1), attention_mask=no_mask, position_ids=positions.view(rows, -1),
-        return_dict=True, **_QUIET | cache,
+        type(body), input_ids=input_ids.view(rows, -1), position_ids=positions.view(rows, -1), return_dict=True,
+        **_QUIET | options,
     )).last_hidden_state
     return result.flatten(0, 1)
 

@@ -130,6 +130,7 @@ def planned(executor: ModelExecutor, config: PagedConfig, device: torch.device, 
 
     A step's bytes are estimated; `owned_num_blocks` measures them.
     """
+    config = config_for(config, executor)
     spec, longest = executor.kv_spec()._replace(device=device), executor.max_length(config.max_model_len)
     step_bytes = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)

@@ -24,6 +24,7 @@ from hf_paged.models.derivation import stored_layout
 from hf_paged.models.derivation.contents import contents_of
 from hf_paged.models.derivation.executor import OUTLINES, ModelOutline, constants_of, modules_below
 from hf_paged.models.derivation.layout import Layout, lay_out
+from hf_paged.models.derivation.recurrent_executor import ON_A_CPU
 from hf_paged.models.derivation.rows_in_dtype import check_rows_in
 from hf_paged.models.derivation.two_halves import check_two_halves
 from hf_paged.models.executor import KNOWN_LAYERS
@@ -34,6 +35,7 @@ from hf_paged.models.proof.line_counts import modeling_files
 from hf_paged.models.proof.prove import in_thread, patched_in
 from hf_paged.models.proof.store import key_of
 from hf_paged.models.proof.verdict import Refused
+from hf_paged.models.recurrent.view import keeps_states
 from hf_paged.parallel.fsdp import plain_class
 
 IN_STOCK = f"It runs in stock. Without a proof, the engine runs {', '.join(SUPPORTED)}."
@@ -78,6 +80,9 @@ def _derive(model: PreTrainedModel) -> ModelOutline | Reason:
     attention = implementation_of(model.config.get_text_config(decoder=True))
     if (place := patched_in(model, attention)) is not None:
         return Reason("{} is patched", place, remedy=UNDO_PATCH)
+    if keeps_states(model.config) and model.device.type not in ("cpu", "meta"):
+        return Reason("{} keeps a recurrent state, which steps on {} do not have yet", cls.__name__, model.device.type,
+                      remedy=ON_A_CPU)
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     if not isinstance(embedding, torch.Tensor):
         return Reason("{} is no causal LM of transformers with a table of embeddings", cls.__name__, remedy=IN_STOCK)
@@ -139,7 +144,7 @@ def _found(model: PreTrainedModel, subject: _Subject, verdict: Verdict,
     limits = [limit for limit in (layout.positions, verdict.max_length) if limit is not None]
     return ModelOutline(cls, layout.body, layout.calls, layout.classes, layout.num_logits, min(limits),
                         constants_of(model, _called(layout.classes)), verdict.max_step_tokens, subject.dtype,
-                        layout.has_stock_cache, layout.states)
+                        layout.has_stock_cache, layout.states, verdict.whole_prompts)
 
 
 def _called(classes: Any) -> frozenset[str]:

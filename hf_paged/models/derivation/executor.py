@@ -52,6 +52,7 @@ class ModelOutline(NamedTuple):
     dtype: torch.dtype | None = None  # for which rows were found not to depend on others; None: any
     has_stock_cache: bool = True
     states: tuple[StateShape, ...] = ()
+    whole_prompts: bool = False
 
 
 OUTLINES: WeakKeyDictionary[PreTrainedModel, ModelOutline] = WeakKeyDictionary()

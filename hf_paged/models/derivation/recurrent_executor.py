@@ -9,8 +9,9 @@ from hf_paged.models.base import KVSpec, StepContext
 from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.executor import final_states
 from hf_paged.models.paged_calls import paged_call, running
-from hf_paged.models.tuners import by_row
+from hf_paged.models.tuners import ONE_AT_A_TIME, by_row
 
+ON_A_CPU = "It runs in stock. On a CPU, classes that are proved run natively."
 _USUAL_LENGTH = 1 << 15  # of a model without positions
 
 
@@ -18,6 +19,10 @@ class RecurrentExecutor(DerivedExecutor):
     """Executor whose steps (`runner/recurrent`) are one prompt's next tokens, or one token of each of several rows."""
 
     has_states = True
+
+    @property
+    def whole_prompts(self) -> bool:  # type: ignore[override]
+        return self.outline.whole_prompts
 
     def kv_spec(self) -> KVSpec:
         return super().kv_spec()._replace(states=self.outline.states)
@@ -40,14 +45,14 @@ class RecurrentExecutor(DerivedExecutor):
         device = self.kv_spec().device
         if device.type != "cpu":
             return Reason("{} keeps a recurrent state, which steps on {} do not have yet", self.model_class.__name__,
-                          device.type, remedy="On a CPU it runs natively. Elsewhere it runs in stock.")
+                          device.type, remedy=ON_A_CPU)
         return super().why_not_constants()
 
     def why_not_adapter(self, name: str) -> Reason | None:
         if (reason := super().why_not_adapter(name)) is not None or not self.look().adapters:
             return reason
         return Reason("rows of their own adapters, which layers of {} do not apply row by row",
-                      self.model_class.__name__, remedy="Set the adapter for all rows with `set_adapter`.")
+                      self.model_class.__name__, remedy=ONE_AT_A_TIME)
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         # Layers expand states by each token of a chunk.

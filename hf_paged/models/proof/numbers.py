@@ -11,7 +11,7 @@ from hf_paged.models.proof.checks.conditions import one_way_conditions, unseen_c
 from hf_paged.models.proof.checks.far import Reach, check_far, length_readers
 from hf_paged.models.proof.checks.prompts import check_prompts, generated_by_stock
 from hf_paged.models.proof.checks.rows import STEP_TOKENS, check_crowd, check_other_rows
-from hf_paged.models.proof.checks.states import check_batch, check_chunks
+from hf_paged.models.proof.checks.states import check_batch, check_chunks, takes_chunks
 from hf_paged.models.proof.checks.token_operations import token_operations
 from hf_paged.models.proof.clone import Double, clone_of
 from hf_paged.models.proof.lengths import config_lengths, module_lengths
@@ -28,6 +28,7 @@ def numbers_of(cls: type[PreTrainedModel], small: PreTrainedConfig, attention: s
         model = clone_of(cls, small, attention)
         subject = subject_of(model, attention, farthest(small))
         before = _plain_state(model)
+        subject.whole_prompts = bool(subject.states) and not takes_chunks(subject)
         lines = LineCounts(modeling_files(model))
         with lines.counting():
             made = generated_by_stock(subject)
@@ -43,7 +44,8 @@ def numbers_of(cls: type[PreTrainedModel], small: PreTrainedConfig, attention: s
         reasons = [*one_way_conditions(lines), *unseen_code(lines, model), *token_operations(subject)]
         if not reach.differs:
             reasons += [f"the cache's length changes logits in {place}" for place in length_readers(subject)]
-    return Verdict("open" if reasons else "proved", "; ".join(reasons), reach.max_length, max_step_tokens)
+    return Verdict("open" if reasons else "proved", "; ".join(reasons), reach.max_length, max_step_tokens,
+                   subject.whole_prompts)
 
 
 def _many_tokens(subject: Subject, reach: Reach, lengths: list[int]) -> int:

@@ -125,8 +125,10 @@ class RecurrentSteps(PackedSteps):
     batch of single tokens. Slots that no row has written hold NaN."""
 
     def __init__(self, model: PreTrainedModel, calls: Sequence[AttentionRecord], blocks: int,
-                 states: Mapping[StateKey, torch.Tensor], *, softcap: bool, unread: Collection[Row] = ()) -> None:
+                 states: Mapping[StateKey, torch.Tensor], *, softcap: bool, unread: Collection[Row] = (),
+                 whole_prompts: bool = False) -> None:
         super().__init__(model, calls, blocks, softcap=softcap, unread=unread)
+        self._whole_prompts, self._known = whole_prompts, dict[Row, list[int]]()
         self.tensors = {key: torch.full((SLOTS, *state.shape[1:]), float("nan"), dtype=state.dtype)
                         for key, state in states.items()}
         self._free_slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(4)).tolist()
@@ -137,10 +139,20 @@ class RecurrentSteps(PackedSteps):
         single = [(row, tokens) for row, tokens in rows if len(tokens) == 1 and row in self.slots]
         found = super().step(single) if single else {}
         names = [row for row, _ in single]
-        for one in rows:
-            if one[0] not in names:
-                found |= super().step([one])
+        for row, tokens in rows:
+            known = self._known.setdefault(row, [])
+            known += tokens
+            if row not in names:
+                found[row] = self._computed_again(row, known)[-len(tokens):] if self._whole_prompts else super().step(
+                    [(row, tokens)])[row]
         return found
+
+    def _computed_again(self, row: Row, tokens: Sequence[int]) -> torch.Tensor:
+        """Compute a row from its first token on, in the blocks and the slot that it has."""
+        if row in self.slots:
+            self.end(row)
+        self._lengths[row] = 0
+        return super().step([(row, tokens)])[row]
 
     def fill_states(self, row: Row, states: Mapping[StateKey, torch.Tensor]) -> None:
         """Give a row the states [1, ...] that it has behind its first tokens."""
@@ -156,9 +168,9 @@ class RecurrentSteps(PackedSteps):
         rows = [row for row, _ in self._rows]
         is_new = rows[0] not in self.slots
         view = StateView(self.tensors, torch.tensor([self._slot_of(row) for row in rows]), is_new=is_new)
-        given = {str(cache_argument(self._model)): view, "use_cache": True}
+        given = {str(cache_argument(self._model)): view, "use_cache": True}  # with a cache, no mask is needed
         logits: torch.Tensor = self._model(input_ids=ids.view(len(rows), -1), position_ids=at.view(len(rows), -1),
-                                           attention_mask=no_mask, return_dict=True, **given).logits
+                                           return_dict=True, **given).logits
         view.store()
         return logits.flatten(0, 1)
 

@@ -36,6 +36,7 @@ _SIZES = {
     # Of recurrent layers, whose inner size is twice the hidden size.
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim",
                      "mamba_d_head", "ssm_state_size", "mamba_d_state", "state_size"), HEAD_SIZE),
+    "mamba_headdim": HEAD_SIZE, "attention_hidden_size": 128,
     **dict.fromkeys(("mamba_num_heads", "mamba_n_heads", "mamba_dt_rank", "time_step_rank"), 8),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), HEADS),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace"), 1),
@@ -102,6 +103,8 @@ def _small_number(field: str, value: Any, given: dict[str, Any], layers: int) ->
         return min(value, layers)
     if field == "num_heads" and "expand" in given:
         return min(value, 2 * HEADS)
+    if field == "attention_head_dim" and "attention_hidden_size" in given:
+        return min(value, 2 * HEAD_SIZE)
     if field == "mamba_d_ssm" and value is not None:
         return min(given["mamba_n_heads"], 2 * HEADS) * min(given["mamba_d_head"], HEAD_SIZE)
     if field == "linear_num_key_heads":

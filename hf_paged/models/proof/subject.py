@@ -33,12 +33,14 @@ class Subject:
     alone: list[torch.Tensor]  # stock's logits [T, V] of each prompt
     calls: list[AttentionRecord]
     states: dict[StateKey, torch.Tensor]  # [1, ...] each, behind a prompt; {}: the class keeps none
+    whole_prompts: bool = False  # steps compute a prompt's chunk with all that is in front of it
 
     def steps(self, blocks: int = 64, unread: frozenset[Row] = frozenset()) -> PackedSteps:
         """Return an empty cache for packed steps; stock's sdpa ignores softcaps, and so do these steps."""
         caps = self.attention != "sdpa"
         if self.states:
-            return RecurrentSteps(self.model, self.calls, blocks, self.states, softcap=caps, unread=unread)
+            return RecurrentSteps(self.model, self.calls, blocks, self.states, softcap=caps, unread=unread,
+                                  whole_prompts=self.whole_prompts)
         return PackedSteps(self.model, self.calls, blocks, softcap=caps, unread=unread)
 
 

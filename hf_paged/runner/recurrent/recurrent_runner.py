@@ -23,9 +23,18 @@ class RecurrentRunner(ModelRunner):
         self.cache.states = StatePool(self.spec, max_num_seqs)
 
     def _hidden_states(self, plan: StepPlan, *, every_token: bool) -> Computed:
-        parts = [super(RecurrentRunner, self)._hidden_states(part, every_token=True) for part in forwards_of(plan)]
+        hidden = []
+        for part in forwards_of(plan):
+            rows = from_first_token(part) if self.executor.whole_prompts and not part.num_decode_rows else part
+            hidden.append(super()._hidden_states(rows, every_token=True).hidden[-part.num_tokens:])
         query_start = np.concatenate([[0], np.cumsum(plan.num_new_tokens)]).astype(np.int32)
-        return Computed(torch.cat([part.hidden for part in parts]), query_start, None)  # rows name no adapters
+        return Computed(torch.cat(hidden), query_start, None)  # rows name no adapters
+
+
+def from_first_token(plan: StepPlan) -> StepPlan:
+    """Return a plan that computes its rows' tokens, and again all that is in front of them."""
+    zero = np.zeros_like(plan.start)
+    return replace(plan, start=zero, write_from=zero, num_new_tokens=plan.start + plan.num_new_tokens)
 
 
 def forwards_of(plan: StepPlan) -> Iterator[StepPlan]:

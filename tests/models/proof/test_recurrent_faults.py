@@ -1,4 +1,4 @@
-"""Faults that only models with a recurrent state can have are found by their checks, on a copy of LFM2 with a change."""
+"""Faults that only models with a recurrent state have are found by their checks, on copies of LFM2 with a change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import inspect
 
 import pytest
 import torch
-from tests.models.proof.planted import load_copy
 from transformers import Lfm2Config
 from transformers.models.lfm2 import modeling_lfm2
 
@@ -18,6 +17,7 @@ from hf_paged.models.proof.checks.token_operations import token_operations
 from hf_paged.models.proof.clone import Double, clone_of
 from hf_paged.models.proof.subject import subject_of
 from hf_paged.models.proof.verdict import Refused
+from tests.models.proof.planted import load_copy
 
 BRANCH = "        if conv_state is not None and seq_len == 1 and not cache.is_recording_past(self.layer_idx):\n"
 UPDATED = "        y = C * hidden_states\n"
@@ -28,7 +28,8 @@ FAULTS = {
         BRANCH, "if seq_len > 1 and cache is not None and conv_state is not None:\n    conv_state.zero_()"),
     "long prompts differ": (
         UPDATED, "if seq_len > 90 and cache is not None:\n    hidden_states = hidden_states * 1.001"),
-    "the number of rows counts": (UPDATED, "if hidden_states.shape[0] > 20:\n    hidden_states = hidden_states * 1.001"),
+    "the number of rows counts": (
+        UPDATED, "if hidden_states.shape[0] > 20:\n    hidden_states = hidden_states * 1.001"),
 }
 
 

@@ -19,8 +19,12 @@ from support import (
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged import PagedGenerator
+from hf_paged import PagedConfig, PagedGenerator
+from hf_paged.models import KVSpec
+from hf_paged.models.base import StateShape
+from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
 from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner, forwards_of
+from hf_paged.runner.recurrent.state_pool import StatePool, config_for_states
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
 
 NEW = 8
@@ -154,6 +158,50 @@ def test_a_returned_cache_is_stocks(model):
             for index, state in getattr(other, name, {}).items():
                 if state is not None:
                     torch.testing.assert_close(getattr(one, name)[index], state, rtol=1e-4, atol=1e-5)
+
+
+def test_a_class_that_takes_no_state_into_a_chunk_computes_prompts_anew(monkeypatch):
+    """Chunks of 19 tokens, log-probabilities of the prompt included."""
+    model = outlined(recurrent_model("Jamba"))
+    options = {"max_new_tokens": 4, "logprobs": True, "prompt_logprobs": True}
+    with PagedGenerator(model, max_num_batched_tokens=19, max_num_seqs=6) as generator:
+        completions = generator.generate(PROMPTS[:2], **options)
+    for completion in completions:
+        assert_scored_as_stock(model, completion)
+    monkeypatch.setattr(RecurrentExecutor, "whole_prompts", False)
+    with PagedGenerator(model, max_num_batched_tokens=19, max_num_seqs=6) as generator:
+        completions = generator.generate(PROMPTS[:1], **options)
+    with pytest.raises(AssertionError):  # so that the test shows it
+        assert_scored_as_stock(model, completions[0])
+
+
+def test_calls_under_autocast_go_to_stock(model):
+    def call(model, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.generate(**kwargs)
+
+    assert_falls_back(model, "autocast", call=call, **batch([9, 4]), max_new_tokens=3, do_sample=False)
+
+
+def test_states_and_pages_share_a_budget():
+    spec = KVSpec(1, 1, 1, 16, torch.float32, torch.float32, torch.device("cpu"),
+                  states=(StateShape((0, "conv", 0), (10, 10), torch.float32),))
+    assert spec.state_bytes == 400
+    config = config_for_states(PagedConfig(max_num_seqs=64), spec, 8000)
+    assert (config.max_num_seqs, config.enable_prefix_caching, config.speculation) == (10, False, False)
+    assert config_for_states(PagedConfig(max_num_seqs=64), spec, 1).max_num_seqs == 1
+    pool = StatePool(spec, 10)
+    assert pool.nbytes == 4000
+
+
+def test_the_bytes_of_states_are_counted(model):
+    hf_paged.enable(model, strict=True, max_num_seqs=3)
+    engine = hf_paged.get_engine(model)
+    model.generate(**batch([5]), max_new_tokens=2)
+    cache = engine._core.runner.cache
+    assert cache.states.num_slots == 3
+    pages = cache.num_blocks * cache.spec.block_bytes(cache.block_size)
+    assert engine.stats().kv_cache_bytes == pages + 3 * cache.spec.state_bytes
 
 
 def test_guesses_are_off():

@@ -86,6 +86,9 @@ class _Far:
 
     def rows(self, first: int, count: int) -> list[_Row]:
         """Return rows of a step: a new one, one of `count` tokens behind `first` others, and a short one."""
+        if self._subject.whole_prompts:  # behind a cache there are decode rows alone
+            return [_Row("new", 0, self.tokens(5)),
+                    *(_Row(f"across {at}", at, self.tokens(1)) for at in range(first, first + count))]
         return [_Row("new", 0, self.tokens(5)), _Row("across", first, self.tokens(count)),
                 _Row("short", 30, self.tokens(3))]
 

@@ -15,6 +15,15 @@ _LONGEST, _USUAL = 256, 64  # chunks of scans around which prompts are cut
 ROWS = 53  # of a decode step: a prime number, which is the size of no other dim
 
 
+def takes_chunks(subject: Subject) -> bool:
+    """Return whether a prompt in chunks gets the logits of the whole one."""
+    try:
+        check_chunks(subject, [])
+    except Refused:
+        return False
+    return True
+
+
 def check_chunks(subject: Subject, lengths: Iterable[int]) -> None:
     """Raise `Refused` where a prompt in chunks, cut around chunks of scans, gets other logits than the whole one."""
     scan = max([length for length in lengths if length <= _LONGEST], default=_USUAL)
