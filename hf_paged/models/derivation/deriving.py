@@ -80,9 +80,11 @@ def _derive(model: PreTrainedModel) -> ModelOutline | Reason:
     attention = implementation_of(model.config.get_text_config(decoder=True))
     if (place := patched_in(model, attention)) is not None:
         return Reason("{} is patched", place, remedy=UNDO_PATCH)
-    if keeps_states(model.config) and model.device.type not in ("cpu", "meta"):
-        return Reason("{} keeps a recurrent state, which steps on {} do not have yet", cls.__name__, model.device.type,
-                      remedy=ON_A_CPU)
+    if keeps_states(model.config):
+        device, is_text = model.device.type, model.config.get_text_config(decoder=True) is model.config
+        if device not in ("cpu", "meta") or not is_text:
+            return Reason("{} keeps a recurrent state, which steps {} do not have yet", cls.__name__,
+                          f"on {device}" if is_text else "of image-text models", remedy=ON_A_CPU)
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     if not isinstance(embedding, torch.Tensor):
         return Reason("{} is no causal LM of transformers with a table of embeddings", cls.__name__, remedy=IN_STOCK)

@@ -11,7 +11,7 @@ from hf_paged.models.executor import final_states
 from hf_paged.models.paged_calls import paged_call, running
 from hf_paged.models.tuners import ONE_AT_A_TIME, by_row
 
-ON_A_CPU = "It runs in stock. On a CPU, classes that are proved run natively."
+ON_A_CPU = "It runs in stock. On a CPU, causal LMs that are proved run natively."
 _USUAL_LENGTH = 1 << 15  # of a model without positions
 
 
@@ -44,8 +44,8 @@ class RecurrentExecutor(DerivedExecutor):
     def why_not_constants(self) -> Reason | None:
         device = self.kv_spec().device
         if device.type != "cpu":
-            return Reason("{} keeps a recurrent state, which steps on {} do not have yet", self.model_class.__name__,
-                          device.type, remedy=ON_A_CPU)
+            return Reason("{} keeps a recurrent state, which steps {} do not have yet", self.model_class.__name__,
+                          f"on {device.type}", remedy=ON_A_CPU)
         return super().why_not_constants()
 
     def why_not_adapter(self, name: str) -> Reason | None:
