@@ -45,7 +45,7 @@ def numbers_of(cls: type[PreTrainedModel], small: PreTrainedConfig, attention: s
         if not reach.differs:
             reasons += [f"the cache's length changes logits in {place}" for place in length_readers(subject)]
     return Verdict("open" if reasons else "proved", "; ".join(reasons), reach.max_length, max_step_tokens,
-                   subject.whole_prompts)
+                   whole_prompts=subject.whole_prompts)
 
 
 def _many_tokens(subject: Subject, reach: Reach, lengths: list[int]) -> int:

@@ -24,8 +24,8 @@ class Verdict:
     reason: str = ""
     max_length: int | None = None  # tokens of a sequence up to which the proof holds; None: any number
     max_step_tokens: int | None = None  # tokens of a step up to which it holds; None without a proof
-    whole_prompts: bool = False  # whether recurrent layers have to compute a prompt at once
     seconds: float = 0.0  # of CPU time in the thread of the proof
+    whole_prompts: bool = False  # whether recurrent layers have to compute a prompt at once
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as values that `json` writes."""
