@@ -37,11 +37,15 @@ ACCEPTED = Path(__file__).resolve().parents[1] / "tests" / "models" / "proof" / 
 _AXES = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}}
 # What default configs lack.
 MISSING: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "GraniteMoeHybridForCausalLM": {"layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 4},
     "HunYuanDenseV1ForCausalLM": {"head_dim": 128},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 128},
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "MinistralForCausalLM": {"head_dim": 128},
     "NemotronForCausalLM": {"num_key_value_heads": 48},
     "PaddleOCRVLForConditionalGeneration": _AXES,

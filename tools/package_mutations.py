@@ -1437,7 +1437,7 @@ PROOFS = [
                     "bfloat16"),
     PackageMutation("models/proof/checks/conditions.py", "return isinstance(value, torch.jit.ScriptFunction)",
                     "return False", PLANTED_TESTS, "compiled"),
-    PackageMutation("models/proof/numbers.py", "if length < max_step_tokens:", "if False:", PLANTED_TESTS, "just"),
+    PackageMutation("models/proof/numbers.py", "if length < most:", "if False:", PLANTED_TESTS, "just"),
     PackageMutation("models/proof/line_counts.py", "names - self._given.get(key, names)", "names", PLANTED_TESTS,
                     "odd"),
     PackageMutation("models/proof/outline.py", "sorted(full.given ^ small.given)", "[]", PLANTED_TESTS, "large"),

@@ -334,6 +334,9 @@ class Engine(RequestChecks, WeightAccess):
         if self.group.is_parallel:
             return Reason("the model is sharded over several ranks",
                           remedy="Lockstep needs the whole model on one GPU. Leave the option out.")
+        if self._executor.has_states:
+            return Reason("the model keeps a recurrent state, which rows that stock's loop steps have no slots for",
+                          remedy="Leave the option out.")
         return None
 
     def _too_many(self, specs: list[RequestSpec]) -> Reason | None:

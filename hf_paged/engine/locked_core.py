@@ -24,7 +24,7 @@ from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.peers import connect, rehearsed_peers
 from hf_paged.parallel.replica import Replica
 from hf_paged.process_lock import ProcessLock
-from hf_paged.runner.memory import DevicePool
+from hf_paged.runner.memory import DevicePool, config_for
 
 # The most seconds that a loop waits for earlier turns, and the seconds between its checks of them.
 _PATIENCE, _NAP = 0.01, 50e-6
@@ -73,6 +73,7 @@ def _largest_sum(executor: ModelExecutor, config: PagedConfig) -> int:
 
 def fitting(config: PagedConfig, executor: ModelExecutor) -> PagedConfig:
     """Return a config whose steps are no larger than those that are known to compute what stock computes."""
+    config = config_for(config, executor)
     if (most := executor.max_step_tokens) is None or config.max_num_batched_tokens <= most:
         return config
     return dataclasses.replace(config, max_num_batched_tokens=most, max_num_seqs=min(config.max_num_seqs, most))

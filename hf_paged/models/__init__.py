@@ -13,6 +13,7 @@ from hf_paged.guards.replaced_forwards import runs_kernels
 from hf_paged.models.base import KVSpec, StepContext
 from hf_paged.models.derivation import derive, derived, why_rows_mix
 from hf_paged.models.derivation.executor import DerivedExecutor
+from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
 from hf_paged.models.executor import ModelExecutor
 from hf_paged.models.family_executor import FamilyExecutor
 from hf_paged.models.fused import FusedExecutor
@@ -31,8 +32,10 @@ def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None
     family = _family_of(model)
     if family is None:
         outline = derived(model)
-        return None if isinstance(outline, Reason) else partial(
-            DerivedExecutor, outline=outline, derive=derive, why_rows_mix=why_rows_mix)
+        if isinstance(outline, Reason):
+            return None
+        kind = RecurrentExecutor if outline.states else DerivedExecutor
+        return partial(kind, outline=outline, derive=derive, why_rows_mix=why_rows_mix)
     is_fused = family.fused and not runs_kernels(model, family.modeling)
     return partial(FusedExecutor if is_fused else FamilyExecutor, family=family)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,17 @@ class AttentionMask(NamedTuple):
         return self.window if self.chunk is None else self.chunk
 
 
+StateKey = tuple[int, str, int]  # layer, "conv" or "recurrent", and number among the layer's states of that kind
+
+
+class StateShape(NamedTuple):
+    """A recurrent state of each sequence: its shape, and the dtype in which stock keeps it."""
+
+    key: StateKey
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class KVSpec(NamedTuple):
     """Shape of the cache that a model needs: per attention call K and V of [num_blocks, block_size, num_kv_heads,
     head_dim].
@@ -41,6 +53,7 @@ class KVSpec(NamedTuple):
     differ only under autocast, where linear layers and attention compute in ``cache_dtype``. Heads are one rank's.
     ``pools``: the sizes of each call's pools, where K and V, or two calls, are not alike; (): all are alike.
     ``are_calls_alike``: whether all calls have the same sizes, and as many heads of queries.
+    ``states``: what layers without pages keep of a sequence, whatever its length.
     """
 
     num_layers: int
@@ -52,6 +65,7 @@ class KVSpec(NamedTuple):
     device: torch.device
     pools: tuple[PoolShape, ...] = ()
     are_calls_alike: bool = True
+    states: tuple[StateShape, ...] = ()
 
     def pool_shapes(self) -> tuple[PoolShape, ...]:
         """Return the sizes of the pools of each attention call."""
@@ -59,7 +73,8 @@ class KVSpec(NamedTuple):
 
     def attention(self, block_size: int) -> AttentionSpec:
         """What backends of attention are told of the model."""
-        heads, keys, values = (max(sizes) for sizes in zip(*self.pool_shapes(), strict=True))
+        shapes = self.pool_shapes() or (PoolShape(self.num_kv_heads, self.head_dim, self.head_dim),)
+        heads, keys, values = (max(sizes) for sizes in zip(*shapes, strict=True))
         has_value_dim = any(shape.head_dim != shape.value_dim for shape in self.pools)
         return AttentionSpec(self.num_heads, heads, max(keys, values), self.cache_dtype, self.device, block_size,
                              self.are_calls_alike, has_value_dim)
@@ -67,6 +82,11 @@ class KVSpec(NamedTuple):
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes that one block takes over all layers."""
         return block_size * sum(position_elements(shape) for shape in self.pool_shapes()) * self.cache_dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence."""
+        return sum(math.prod(state.shape) * state.dtype.itemsize for state in self.states)
 
 
 def position_elements(shape: PoolShape) -> int:

@@ -38,6 +38,7 @@ from hf_paged.guards.replaced_forwards import autocast_of_call, functions_of, ke
 from hf_paged.guards.tokenwise import quantization_state, stores_float8
 from hf_paged.models.base import AttentionMask, KVSpec, StepContext
 from hf_paged.models.paged_calls import paged_call, running
+from hf_paged.models.recurrent.view import StateView, cache_argument
 from hf_paged.models.tuners import (
     BASE,
     AdapterRows,
@@ -103,6 +104,8 @@ class ModelExecutor(ABC):
 
     calls_modules = True  # whether all modules run as they stand, on packed tokens
     casting: tuple[type, ...] = ()  # classes of own modules that return their input's dtype whatever their weight's
+    has_states = False  # whether layers keep a recurrent state of each sequence (`models/recurrent`)
+    whole_prompts = False  # whether layers take no state into a further chunk of a prompt
     has_experts = True  # whether forwards may look up an implementation of experts
 
     def __init__(self, model: PreTrainedModel, model_class: Any, modeling: ModuleType) -> None:
@@ -489,15 +492,23 @@ class _Output(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
-def final_states(body: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Compute final hidden states [T, hidden_size] of packed tokens [T] by the forward of a model's body."""
-    # transformers passes a mask of four dims on as it is: it makes no mask and does not inspect the positions.
-    no_mask = input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)
+def final_states(body: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor,
+                 states: StateView | None = None) -> torch.Tensor:
+    """Compute final hidden states [T, hidden_size] of packed tokens [T] by the forward of a model's body.
+
+    ``states``: of rows that have as many tokens each; None for a body that keeps none.
+    """
+    rows = 1 if states is None else states.num_rows
+    if states is None:
+        # transformers passes a mask of four dims on as it is: it makes no mask and does not inspect the positions.
+        options: dict[str, Any] = {"attention_mask": input_ids.new_empty((1, 1, 1, 1), dtype=torch.bool)}
+    else:  # with a cache, it does not inspect them either
+        options = {str(cache_argument(type(body).forward)): states, "use_cache": True}
     result: torch.Tensor = body(**_accepted(
-        type(body), input_ids=input_ids[None], attention_mask=no_mask, position_ids=positions[None], return_dict=True,
-        **_QUIET,
-    )).last_hidden_state[0]
-    return result
+        type(body), input_ids=input_ids.view(rows, -1), position_ids=positions.view(rows, -1), return_dict=True,
+        **_QUIET | options,
+    )).last_hidden_state
+    return result.flatten(0, 1)
 
 
 def class_logits(model: Any, kind: type[nn.Module], body: str, hidden: torch.Tensor) -> torch.Tensor:

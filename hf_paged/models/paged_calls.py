@@ -135,7 +135,7 @@ def implementation_of(config: PreTrainedConfig) -> str | None:
 
 def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
                **kwargs: Any) -> tuple[torch.Tensor, Any]:
-    """Attend like stock: rotated query [1, Hq, T, D], key and value [1, Hkv, T, D] -> ([1, T, Hq, D], None)."""
+    """Attend like stock: rotated query [B, Hq, T, D], key and value [B, Hkv, T, D] -> ([B, T, Hq, D], None)."""
     if (forward := _running.forward) is not None:
         return _paged_attention(module, query, key, value, forward, **kwargs), None
     name = _stock_name(module.config)
@@ -153,7 +153,8 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
                                     f"{', '.join(unknown) or f'dropout={dropout}'}")
     if softcap is not None and implementation_of(module.config) == "sdpa":
         softcap = None  # sdpa, the default of Gemma 2 in transformers 5.17, ignores it
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    batch = len(query)
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     call, mask = forward.next_call()
     step, scale = forward.step, query.shape[-1] ** -0.5 if scaling is None else scaling
     caches, options = step.kv_cache(call), AttentionOptions(scale, mask.window, softcap, s_aux, mask.chunk)
@@ -161,7 +162,7 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
         query, key, value = (x.to(caches[0].dtype) for x in (query, key, value))
     store_kv(key, value, *caches, step.slot_mapping)
     check_attention(query, *caches, options)  # stock's modules made these tensors
-    return step.attend(call, query, options)[None]
+    return step.attend(call, query, options).unflatten(0, (batch, -1))
 
 
 def _mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ SAVED = "peft.utils.other.ModulesToSaveWrapper"
 # Classes of PEFT that apply an adapter row by row, with the arithmetic of `apply_layer`.
 _ROW_BY_ROW = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding",
                "peft.tuners.lora.torchao.TorchaoLoraLinear", SAVED)
-_ONE_AT_A_TIME = ("Give all rows of a call one adapter with `set_adapter`, or call `generate(adapter_names=...)` of "
+ONE_AT_A_TIME = ("Give all rows of a call one adapter with `set_adapter`, or call `generate(adapter_names=...)` of "
                   "the PeftModel, which runs in stock what PEFT can do.")
 
 
@@ -97,14 +97,14 @@ def why_not_row(layers: Iterable[tuple[str, Any]], name: str) -> Reason | None:
             return Reason("{} is merged into {}", ", ".join(layer.merged_adapters), path,
                           remedy="Call `unmerge_adapter()`: what is merged is part of every row.")
         if is_saved(layer) and not {name, *layer.active_adapters} <= {BASE, *adapters_of(layer)}:
-            return Reason("{} has no copy of an adapter that is named or active", path, remedy=_ONE_AT_A_TIME)
+            return Reason("{} has no copy of an adapter that is named or active", path, remedy=ONE_AT_A_TIME)
         if name not in adapters_of(layer):
             continue
         if (kind := called_name(layer)) not in _ROW_BY_ROW:
-            return Reason("{} is a {}, which is not run for single rows", path, kind, remedy=_ONE_AT_A_TIME)
+            return Reason("{} is a {}, which is not run for single rows", path, kind, remedy=ONE_AT_A_TIME)
         if name in vars(layer).get("lora_variant", ()):
             return Reason("adapter {} is a {} in {}", repr(name), type(layer.lora_variant[name]).__name__, path,
-                          remedy=_ONE_AT_A_TIME)
+                          remedy=ONE_AT_A_TIME)
     return None
 
 

@@ -79,7 +79,7 @@ def sizes_of(model: Any, spec: KVSpec, num_ranks: int) -> ModelSizes:
                 weights += parameter.numel()
     experts = next((n for key in ("num_experts", "num_local_experts") if (n := getattr(config, key, None))), 1)
     chosen = getattr(config, "num_experts_per_tok", None) or 1
-    query_heads = config.num_attention_heads // num_ranks
+    query_heads = getattr(config, "num_attention_heads", 0) // num_ranks
     return ModelSizes(
         weights, expert_weights, chosen / experts, 0 if head is None else head.weight.numel(),
         spec.cache_dtype.itemsize, 4 * spec.num_layers * query_heads * spec.head_dim, spec.block_bytes(1),

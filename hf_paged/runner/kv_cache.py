@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +36,9 @@ class KVCache:
         self.num_blocks = 0
         self.version = 0  # number of moves of the memory
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.states: Any = None  # the `StatePool` beside the pages, of a model with recurrent states
         self._memory: VirtualMemory | None = None
-        if max_blocks is not None and not spec.pools:
+        if max_blocks is not None and not spec.pools and spec.num_layers:
             self._reserve(num_blocks, max_blocks)
         if self._memory is None:
             self.layers = [(self._empty(num_blocks, shape.num_kv_heads, shape.head_dim),
@@ -82,6 +84,8 @@ class KVCache:
     def close(self) -> None:
         """Release memory and addresses."""
         self.layers, self.num_blocks = [], 0
+        if self.states is not None:
+            self.states.close()
         if self._memory is not None:
             self._memory.close()
 
@@ -96,7 +100,8 @@ class KVCache:
         """Return the number of bytes allocated."""
         if self._memory is not None:
             return self._memory.nbytes
-        return self.num_blocks * self.spec.block_bytes(self.block_size)
+        states = 0 if self.states is None else self.states.nbytes
+        return self.num_blocks * self.spec.block_bytes(self.block_size) + states
 
     def _reserve(self, num_blocks: int, max_blocks: int) -> None:
         tensor_bytes = max(num_blocks, max_blocks) * _tensor_block_bytes(self.spec, self.block_size)
@@ -127,15 +132,15 @@ class KVCache:
 
 def blocks_within(spec: KVSpec, block_size: int, nbytes: int) -> int:
     """Return the number of blocks in a pool of `nbytes`, whose tensors each take whole pages of device memory."""
-    if spec.pools:
-        return max(0, nbytes) // spec.block_bytes(block_size)
+    if spec.pools or not spec.num_layers:
+        return max(0, nbytes) // max(spec.block_bytes(block_size), 1)
     unit = _granularity(spec)
     return max(0, nbytes) // (2 * spec.num_layers) // unit * unit // _tensor_block_bytes(spec, block_size)
 
 
 def filled(spec: KVSpec, block_size: int, num_blocks: int) -> int:
     """Return the largest number of blocks that takes no more memory than `num_blocks`."""
-    if spec.pools:
+    if spec.pools or not spec.num_layers:
         return num_blocks
     unit, block = _granularity(spec), _tensor_block_bytes(spec, block_size)
     return -(-num_blocks * block // unit) * unit // block

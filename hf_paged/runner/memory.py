@@ -19,6 +19,8 @@ from hf_paged.runner.dry_runs import dry_runs
 from hf_paged.runner.kv_cache import KVReads, blocks_within, filled
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.padded_steps import PaddedSteps
+from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner
+from hf_paged.runner.recurrent.state_pool import config_for_states
 from hf_paged.runner.request_state import aligned, table_columns
 from hf_paged.runner.warm_up import WarmUp
 from hf_paged.sampling.slot_row import SlotRow
@@ -27,6 +29,7 @@ from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
 
 # The limit on a CPU, which has no memory budget; the pool takes it page by page.
 CPU_KV_CACHE_BYTES = 1 << 30
+NO_PAGES = 1 << 14  # bytes that a block counts for where no layer has pages
 # Graphs keep their memory beside that of eager steps, and more if small ones were captured first.
 _STEPS_IN_MEMORY = {False: 3, True: 1}
 FIRST_POOL_BLOCKS = 64  # with 8 KV heads of 128, each tensor is then one 2 MiB page
@@ -51,6 +54,11 @@ def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig
     free += min(held_tables, table_bytes(config, max_model_len))  # which count as used twice otherwise
     extra = _blocks_left(spec, config, max_model_len, free, total, step_bytes)
     return max(2, min(held_blocks + extra, _most_useful(config, max_model_len)))
+
+
+def config_for(config: PagedConfig, executor: ModelExecutor) -> PagedConfig:
+    """Return the config under which an executor's models run: with states, without what would have to keep them."""
+    return config_for_states(config, executor.kv_spec(), CPU_KV_CACHE_BYTES) if executor.has_states else config
 
 
 def most_blocks_ever(spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
@@ -122,6 +130,7 @@ def planned(executor: ModelExecutor, config: PagedConfig, device: torch.device, 
 
     A step's bytes are estimated; `owned_num_blocks` measures them.
     """
+    config = config_for(config, executor)
     spec, longest = executor.kv_spec()._replace(device=device), executor.max_length(config.max_model_len)
     step_bytes = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
@@ -192,7 +201,9 @@ def largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
 
 
 def _cpu_num_blocks(spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
-    return max(2, min(CPU_KV_CACHE_BYTES // spec.block_bytes(config.block_size), _most_useful(config, max_model_len)))
+    left = CPU_KV_CACHE_BYTES - config.max_num_seqs * spec.state_bytes
+    # Blocks of a model without attention hold nothing, but for their place in the scheduler.
+    return max(2, min(left // (spec.block_bytes(config.block_size) or NO_PAGES), _most_useful(config, max_model_len)))
 
 
 def _most_useful(config: PagedConfig, max_model_len: int) -> int:
@@ -258,7 +269,7 @@ class DevicePool:
             self.max_blocks = smallest(self.most_blocks)
             num_blocks = min(FIRST_POOL_BLOCKS, self.max_blocks)
         most = num_blocks if self._is_fixed or self._owns_device else most_blocks_ever(spec, config, self.max_model_len)
-        self.runner = ModelRunner(
+        self.runner = (RecurrentRunner if spec.states else ModelRunner)(
             self._executor, spec, block_size=config.block_size, num_blocks=num_blocks,
             max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens, attention_backend=config.attention_backend,

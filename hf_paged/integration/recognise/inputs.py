@@ -132,6 +132,13 @@ _OF_IMAGES: dict[str, Callable[[Any], bool]] = {
 }
 
 
+def _holds_tokens(cache: DynamicCache) -> bool:
+    try:
+        return bool(cache.get_seq_length())
+    except ValueError:  # a cache of recurrent states alone, which do not say their length
+        return bool(cache.has_previous_state())
+
+
 def argument_reasons(model_kwargs: dict[str, Any]) -> Iterator[Reason]:
     """Yield reasons for arguments of the model's forward that a paged forward does not support."""
     for name, value in model_kwargs.items():
@@ -140,7 +147,7 @@ def argument_reasons(model_kwargs: dict[str, Any]) -> Iterator[Reason]:
         if name == CACHE_NAME:
             if getattr(value, "_is_user_defined", False):
                 yield Reason("a cache given by the caller", remedy=_CACHE)
-            elif type(value) is not DynamicCache or value.get_seq_length():
+            elif type(value) is not DynamicCache or _holds_tokens(value):
                 yield Reason("a cache of type {}", type(value).__name__, remedy=_CACHE)
         elif name in _OF_IMAGES:
             if not _OF_IMAGES[name](value):

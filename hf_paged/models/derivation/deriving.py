@@ -25,6 +25,7 @@ from hf_paged.models.derivation.contents import contents_of
 from hf_paged.models.derivation.executor import OUTLINES, ModelOutline, constants_of, modules_below, precision_of
 from hf_paged.models.derivation.layout import Layout, lay_out
 from hf_paged.models.derivation.over_ranks import part_of
+from hf_paged.models.derivation.recurrent_executor import why_no_states
 from hf_paged.models.derivation.rows_in_dtype import Precision, check_rows_in
 from hf_paged.models.derivation.two_halves import check_two_halves
 from hf_paged.models.executor import KNOWN_LAYERS
@@ -35,6 +36,7 @@ from hf_paged.models.proof.line_counts import modeling_files
 from hf_paged.models.proof.prove import in_thread, patched_in
 from hf_paged.models.proof.store import key_of, turn
 from hf_paged.models.proof.verdict import Refused
+from hf_paged.models.recurrent.view import keeps_states
 from hf_paged.parallel.fsdp import plain_class
 from hf_paged.parallel.group import group_of
 from hf_paged.parallel.replica import replica_of
@@ -73,7 +75,8 @@ def derive(model: PreTrainedModel) -> ModelOutline | Reason:
 
 
 def _holds(outline: ModelOutline, model: PreTrainedModel) -> bool:
-    return outline.constants == constants_of(model, _called(outline.classes))
+    is_of_dtype = not outline.states or outline.dtype == model.get_input_embeddings().weight.dtype
+    return is_of_dtype and outline.constants == constants_of(model, _called(outline.classes))
 
 
 def why_rows_mix(model: PreTrainedModel, precision: Precision) -> str | None:
@@ -128,6 +131,7 @@ class _Subject(NamedTuple):
     cls: type[PreTrainedModel]
     config: Any
     attention: Any
+    dtype: torch.dtype  # of the embedding
     num_ranks: int
     key: str
 
@@ -142,12 +146,16 @@ def _subject_of(model: PreTrainedModel) -> _Subject | Reason:
     own = [module for module in model.modules() if package_of(type(module)) in ("torch", "transformers")]
     if (place := patched_in(own, attention)) is not None:
         return Reason("{} is patched", place, remedy=UNDO_PATCH)
-    if not isinstance(getattr(model.get_input_embeddings(), "weight", None), torch.Tensor):
+    if keeps_states(model.config) and (reason := why_no_states(model, cls)) is not None:
+        return reason
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(embedding, torch.Tensor):
         return Reason("{} is no causal LM of transformers with a table of embeddings", cls.__name__, remedy=IN_STOCK)
     num_ranks = group_of(model).size
     ranks = f"{num_ranks}-" * (num_ranks > 1)
-    key = f"layout-{ranks}{key_of(cls, model.config, str(attention), modeling_files(own))}"
-    return _Subject(cls, copy.deepcopy(model.config), attention, num_ranks, key)
+    dtype = f"{embedding.dtype}-" * keeps_states(model.config)  # which the dtypes of states depend on
+    key = f"layout-{ranks}{dtype}{key_of(cls, model.config, str(attention), modeling_files(own))}"
+    return _Subject(cls, copy.deepcopy(model.config), attention, embedding.dtype, num_ranks, key)
 
 
 def _proved(subject: _Subject) -> tuple[Verdict, Layout | None]:
@@ -163,9 +171,9 @@ def _proved(subject: _Subject) -> tuple[Verdict, Layout | None]:
 
 
 def _laid_out(subject: _Subject, verdict: Verdict) -> tuple[Verdict, Layout | None] | str:
-    cls, config, attention, num_ranks, _ = subject
+    cls, config, attention, dtype, num_ranks, _ = subject
     try:
-        layout = lay_out(cls, config)
+        layout = lay_out(cls, config, dtype=dtype)
         layout = replace(layout, **check_two_halves(cls, config, attention)._asdict())
         if num_ranks > 1:
             layout = part_of(layout, cls, config, attention, num_ranks)
@@ -189,7 +197,8 @@ def _found(model: PreTrainedModel, subject: _Subject, verdict: Verdict,
     limits = [limit for limit in (layout.positions, verdict.max_length) if limit is not None]
     return ModelOutline(cls, layout.body, layout.calls, layout.classes, layout.num_logits, min(limits),
                         constants_of(model, _called(layout.classes)), verdict.max_step_tokens, None,
-                        layout.has_stock_cache, layout.ignores_train_mode)
+                        layout.has_stock_cache, layout.ignores_train_mode, layout.states, verdict.whole_prompts,
+                        subject.dtype)
 
 
 def _called(classes: Any) -> frozenset[str]:

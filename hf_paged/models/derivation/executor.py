@@ -16,12 +16,13 @@ from hf_paged.errors import Reason
 from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN, EVAL_MODE, ONE_DTYPE, UNDO_REPLACEMENT
 from hf_paged.guards.original_classes import of_model_class
 from hf_paged.guards.original_code import OriginalCode
-from hf_paged.models.base import AttentionMask, KVSpec, PoolShape
+from hf_paged.models.base import AttentionMask, KVSpec, PoolShape, StateShape
 from hf_paged.models.derivation.rows_in_dtype import Precision
 from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights, plain_values
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.parallel.layers import stock_class
 
+_NO_HEADS = (1, 1, 16)  # of queries, of keys, and their size, where no attention is called: backends need sizes
 _NOT_READ = ("_attn_implementation_internal", "use_cache")  # compared otherwise, and given by each step
 
 
@@ -55,6 +56,9 @@ class ModelOutline(NamedTuple):
     precisions: dict[Precision, str | None] | None = None
     has_stock_cache: bool = True
     ignores_train_mode: bool = False  # all modules but layers at the paths that are called as they stand
+    states: tuple[StateShape, ...] = ()
+    whole_prompts: bool = False
+    dtype: torch.dtype | None = None  # of the embedding, which the dtypes of states depend on
 
 
 OUTLINES: WeakKeyDictionary[PreTrainedModel, ModelOutline] = WeakKeyDictionary()
@@ -76,8 +80,9 @@ class DerivedExecutor(ModelExecutor):
         self._called = frozenset(path for path, kind in outline.classes.items() if kind in KNOWN_LAYERS)
         shapes = [PoolShape(call.num_kv_heads, call.head_dim, call.value_dim) for call in outline.calls]
         sizes = {(call.num_heads, *shape) for call, shape in zip(outline.calls, shapes, strict=True)}
-        self._are_alike = len(sizes) == 1
-        self._pools = () if self._are_alike and shapes[0].head_dim == shapes[0].value_dim else tuple(shapes)
+        self._are_alike = len(sizes) <= 1
+        is_one_shape = self._are_alike and all(shape.head_dim == shape.value_dim for shape in shapes)
+        self._pools = () if is_one_shape else tuple(shapes)
         self._masks = tuple(call.mask for call in outline.calls)
         super().__init__(model, outline.model_class, sys.modules[outline.model_class.__module__])
         paths = (outline.body, *(call.module for call in outline.calls))
@@ -101,9 +106,10 @@ class DerivedExecutor(ModelExecutor):
         return [self.model.get_submodule(path).config for path in self._config_paths]
 
     def kv_spec(self) -> KVSpec:
-        weight, first = self.model.get_input_embeddings().weight, self.outline.calls[0]
-        return KVSpec(len(self.outline.calls), first.num_heads, first.num_kv_heads, first.head_dim,
-                      self.autocast or weight.dtype, weight.dtype, weight.device, self._pools, self._are_alike)
+        weight, calls = self.model.get_input_embeddings().weight, self.outline.calls
+        sizes = calls[0][1:4] if calls else _NO_HEADS
+        return KVSpec(len(calls), *sizes, self.autocast or weight.dtype, weight.dtype, weight.device, self._pools,
+                      self._are_alike)
 
     @property
     def has_stock_cache(self) -> bool:

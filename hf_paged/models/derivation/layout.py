@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.guards.origin import package_of
-from hf_paged.models.base import AttentionMask
+from hf_paged.models.base import AttentionMask, StateShape
 from hf_paged.models.derivation.contents import contents_of
 from hf_paged.models.derivation.executor import AttentionLayout
 from hf_paged.models.proof.calls import AttentionRecord
@@ -23,6 +24,7 @@ from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.plan import cut
 
 MOST_HEAD_DIM = 512
+NO_POSITIONS = 1 << 20  # tokens of a sequence whose model has no positions: as many as proofs look at
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,14 @@ class Layout:
     positions: int
     has_stock_cache: bool = True
     ignores_train_mode: bool = False
+    states: tuple[StateShape, ...] = ()
 
 
-def lay_out(cls: type[PreTrainedModel], config: PreTrainedConfig, num_ranks: int = 1) -> Layout:
-    """Return the layout of models of this class and config, or of one rank's part of them; may raise `Refused`."""
-    model = on_meta(cls, config)
+def lay_out(cls: type[PreTrainedModel], config: PreTrainedConfig, num_ranks: int = 1,
+            dtype: torch.dtype = torch.float32) -> Layout:
+    """Return the layout of models of this class and config, whose weights have a dtype, or of one rank's part of them;
+    may raise `Refused`."""
+    model = on_meta(cls, config).to(dtype)  # type: ignore[arg-type]
     classes, group = _classes_in(model), ParallelGroup(0, num_ranks)
     if odd := next((path for path, kind in classes.items() if package_of(kind) not in ("torch", "transformers")), None):
         raise Refused(f"{odd} is a {classes[odd].__name__}, no class of torch or transformers")
@@ -54,12 +59,14 @@ def lay_out(cls: type[PreTrainedModel], config: PreTrainedConfig, num_ranks: int
         classes = _classes_in(model)
     contents = contents_of(model)
     with watched_forwards(model) as seen, group.alone(lambda: None):
-        calls = outline_of(model).calls
-    if (limit := positions_of(model.config)) is None:
+        shown = outline_of(model)
+    calls = shown.calls
+    if (limit := positions_of(model.config) if calls else NO_POSITIONS) is None:
         raise Refused("its config names no number of positions")
     check_pages(calls)
     body = body_of(seen.entered, [call.module for call in calls])
-    return Layout(body, tuple(map(_layout_of, calls)), classes, contents, seen.num_logits, limit)
+    return Layout(body, tuple(map(_layout_of, calls)), classes, contents, seen.num_logits, limit,
+                  states=shown.states)
 
 
 def _classes_in(model: nn.Module) -> dict[str, type]:

@@ -7,7 +7,9 @@ from dataclasses import asdict, replace
 from functools import reduce
 from typing import Any
 
-from hf_paged.models.base import AttentionMask
+import torch
+
+from hf_paged.models.base import AttentionMask, StateShape
 from hf_paged.models.derivation.executor import AttentionLayout
 from hf_paged.models.derivation.layout import Layout
 from hf_paged.models.proof.store import read_values, write_values
@@ -35,7 +37,8 @@ def _values(layout: Layout) -> dict[str, Any]:
     names = {path: _name(kind) for path, kind in layout.classes.items()}
     kinds = sorted(set(names.values()))
     numbers = {path: kinds.index(name) for path, name in names.items()}
-    return asdict(replace(layout, classes={})) | {"classes": numbers, "kinds": kinds}
+    states = [(*state.key, state.shape, str(state.dtype)) for state in layout.states]
+    return asdict(replace(layout, classes={}, states=())) | {"classes": numbers, "kinds": kinds, "states": states}
 
 
 def _layout(values: dict[str, Any] | None) -> Layout | None:
@@ -44,8 +47,10 @@ def _layout(values: dict[str, Any] | None) -> Layout | None:
     kinds = [_class(name) for name in values["kinds"]]
     classes = {path: kinds[number] for path, number in values["classes"].items()}
     calls = tuple(AttentionLayout(*call)._replace(mask=AttentionMask(*call[-1])) for call in values["calls"])
+    states = tuple(StateShape((layer, kind, index), tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
+                   for layer, kind, index, shape, dtype in values["states"])
     return Layout(values["body"], calls, classes, values["contents"], values["num_logits"], values["positions"],
-                  values["has_stock_cache"], values["ignores_train_mode"])
+                  values["has_stock_cache"], values["ignores_train_mode"], states)
 
 
 def _name(kind: type) -> str:

@@ -17,6 +17,7 @@ from hf_paged.models.proof.reduced import reduced
 from hf_paged.models.proof.stock import WatchedCache, forward
 from hf_paged.models.proof.subject import TOLERANCE, attend_batch, distance
 from hf_paged.models.proof.verdict import Refused
+from hf_paged.models.recurrent.view import keeps_states, recorder
 
 TOKENS = 13
 WANTED = (4, 0, 12, 7)  # of a step's tokens, those that get logits
@@ -38,8 +39,9 @@ def check_two_halves(cls: type[PreTrainedModel], config: PreTrainedConfig, atten
         with answered_by(model, spy), watched_forwards(model) as seen:
             logits = forward(model, tokens.tolist(), 0, cache)
             body = body_of(seen.entered, [path for path in map(paths_of(model).get, spy.modules) if path])
-            has_stock_cache = _holds_given(cache, spy)
-            hidden = final_states(model.get_submodule(body), tokens, torch.arange(TOKENS))
+            states = recorder() if keeps_states(model.config) else None
+            has_stock_cache = states is None and _holds_given(cache, spy)
+            hidden = final_states(model.get_submodule(body), tokens, torch.arange(TOKENS), states)
         halves = class_logits(model, cls, body, hidden[list(WANTED)])
         ignores_train_mode = _ignores_train_mode(model, tokens.tolist())
     if (worst := distance(halves, logits[list(WANTED)])) >= TOLERANCE:

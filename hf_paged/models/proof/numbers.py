@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_paged.models.proof.checks.conditions import one_way_conditions, unseen_code
 from hf_paged.models.proof.checks.far import Reach, check_far, length_readers
 from hf_paged.models.proof.checks.prompts import check_prompts, generated_by_stock
-from hf_paged.models.proof.checks.rows import check_crowd, check_other_rows
+from hf_paged.models.proof.checks.rows import STEP_TOKENS, check_crowd, check_other_rows
+from hf_paged.models.proof.checks.states import check_batch, check_chunks, takes_chunks
 from hf_paged.models.proof.checks.token_operations import token_operations
 from hf_paged.models.proof.clone import Double, clone_of
 from hf_paged.models.proof.lengths import config_lengths, module_lengths
@@ -27,6 +28,7 @@ def numbers_of(cls: type[PreTrainedModel], small: PreTrainedConfig, attention: s
         model = clone_of(cls, small, attention)
         subject = subject_of(model, attention, farthest(small))
         before = _plain_state(model)
+        subject.whole_prompts = bool(subject.states) and not takes_chunks(subject)
         lines = LineCounts(modeling_files(model.modules()))
         with lines.counting():
             made = generated_by_stock(subject)
@@ -35,15 +37,27 @@ def numbers_of(cls: type[PreTrainedModel], small: PreTrainedConfig, attention: s
         lengths = sorted(config_lengths(small) | lines.lengths() | module_lengths(model))
         with lines.counting():
             reach = check_far(subject, lengths)
-        max_step_tokens = _step_limit(subject, reach)
-        for length in lengths:
-            if length < max_step_tokens:  # code may ask whether a step has just so many tokens
-                check_crowd(subject, length)
+            if subject.states:
+                check_chunks(subject, lengths)
+        max_step_tokens = _many_tokens(subject, reach, lengths)
         _check_state(subject, before, reach)
         reasons = [*one_way_conditions(lines), *unseen_code(lines, model), *token_operations(subject)]
         if not reach.differs:
             reasons += [f"the cache's length changes logits in {place}" for place in length_readers(subject)]
-    return Verdict("open" if reasons else "proved", "; ".join(reasons), reach.max_length, max_step_tokens)
+    return Verdict("open" if reasons else "proved", "; ".join(reasons), reach.max_length, max_step_tokens,
+                   whole_prompts=subject.whole_prompts)
+
+
+def _many_tokens(subject: Subject, reach: Reach, lengths: list[int]) -> int:
+    """Return the tokens of a step up to which logits were found not to depend on their number; may raise `Refused`."""
+    if subject.states:  # prompts run one by one, as in stock
+        check_batch(subject)
+        return STEP_TOKENS
+    most = _step_limit(subject, reach)
+    for length in lengths:
+        if length < most:  # code may ask whether a step has just so many tokens
+            check_crowd(subject, length)
+    return most
 
 
 def _step_limit(subject: Subject, reach: Reach) -> int:

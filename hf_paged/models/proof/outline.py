@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_paged.models.base import StateShape
 from hf_paged.models.proof.calls import AttentionRecord, Recorder
 from hf_paged.models.proof.clone import on_meta
 from hf_paged.models.proof.interface import answered_by, configs_of
 from hf_paged.models.proof.lengths import config_lengths
 from hf_paged.models.proof.line_counts import LineCounts, modeling_files
-from hf_paged.models.proof.stock import parameters_of
+from hf_paged.models.proof.stock import cache_argument, parameters_of
 from hf_paged.models.proof.verdict import Refused
+from hf_paged.models.recurrent import view
 
 _TOKENS = 8
 
@@ -28,6 +30,7 @@ class Outline:
     lines: frozenset[str]  # of modeling files, as "file:line"
     given: frozenset[str]  # arguments that calls of functions gave, as "file:line (name)"
     classes: frozenset[str]  # of modules, with their modules' names
+    states: tuple[StateShape, ...] = ()
 
 
 def outline(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Outline:
@@ -39,23 +42,30 @@ def outline_of(model: PreTrainedModel) -> Outline:
     """Run a model that is on the meta device; may raise `Refused`."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise Refused("the model has an encoder beside its decoder")
-    if "position_ids" not in parameters_of(model):
+    cache = cache_argument(model) if view.keeps_states(model.config) else None
+    if cache is None and "position_ids" not in parameters_of(model):
         raise Refused("its forward takes no position_ids")
     for one in configs_of(model):
         one._experts_implementation_internal = "batched_mm"  # of any sizes
-    recorder = Recorder(model, farthest(model.config), _no_numbers)
+    recorder, states = Recorder(model, farthest(model.config), _no_numbers), view.recorder()
+    # A mask of ones, as stock's `generate` has: without mask and cache, transformers looks at the positions' numbers.
+    ones = torch.ones(1, _TOKENS, dtype=torch.long, device="meta")
+    options: dict[str, Any] = {"attention_mask": ones, "use_cache": False}
+    if cache is not None:
+        options = {cache: states, "use_cache": True}
     lines = LineCounts(modeling_files(model.modules()))
     with answered_by(model, recorder) as recorder.masks, torch.no_grad(), lines.counting():
-        # A mask of ones, as stock's `generate` has: without a mask, transformers looks at the positions' numbers.
         model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long, device="meta"),
-              position_ids=torch.arange(_TOKENS, device="meta")[None],
-              attention_mask=torch.ones(1, _TOKENS, dtype=torch.long, device="meta"), use_cache=False, return_dict=True)
-    if not recorder.calls:
+              position_ids=torch.arange(_TOKENS, device="meta")[None], return_dict=True, **options)
+    if recorder.calls and "position_ids" not in parameters_of(model):
+        raise Refused("its forward takes no position_ids")
+    if not recorder.calls and not states.held:
         raise Refused("no module calls the attention interface of transformers")
     classes = {f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()}
     given = (f"{file}:{line} ({name})" for (file, line), names in lines.filled.items() for name in names)
     return Outline(tuple(recorder.calls), frozenset(f"{file}:{line}" for file, line in lines.counts),
-                   frozenset(given), frozenset(classes))
+                   frozenset(given), frozenset(classes),
+                   tuple(StateShape(key, (*state.shape[1:],), state.dtype) for key, state in states.held.items()))
 
 
 def farthest(config: PreTrainedConfig) -> int:
@@ -73,6 +83,8 @@ def check_alike(full: Outline, small: Outline) -> None:
         raise Refused(f"the full size gives functions other arguments than a small clone, at {places}")
     if classes := sorted(full.classes ^ small.classes):
         raise Refused(f"the full size has other modules than a small clone: {', '.join(classes[:3])}")
+    if bool(full.states) != bool(small.states):
+        raise Refused("the full size keeps states, and a small clone none, or the other way round")
     if kinds := sorted(map(str, _kinds(full) ^ _kinds(small))):
         raise Refused(f"the full size attends otherwise than a small clone: {', '.join(kinds[:3])}")
 

@@ -32,7 +32,13 @@ _SIZES = {
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
     "qk_head_dim": 24,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
+    # Of recurrent layers, whose inner size is twice the hidden size.
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim",
+                     "mamba_d_head", "ssm_state_size", "mamba_d_state", "state_size"), HEAD_SIZE),
+    "mamba_headdim": HEAD_SIZE, "attention_hidden_size": 128,
+    **dict.fromkeys(("mamba_num_heads", "mamba_n_heads", "mamba_dt_rank", "time_step_rank"), 8),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), HEADS),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace"), 1),
 }
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
@@ -58,7 +64,7 @@ def reduced(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _reduced_values(config: PreTrainedConfig) -> dict[str, Any]:
     given = config.to_dict()
-    layers = _first(given, _LAYERS, FEWEST_LAYERS)
+    layers = _first(given, _LAYERS, len(given.get("layers_block_type") or range(FEWEST_LAYERS)))
     kept = _kept_layers(given, layers)
     small = {field: _small(config, field, value, given, layers, kept) for field, value in given.items()
              if field not in _DROPPED}
@@ -83,6 +89,8 @@ def _small(config: PreTrainedConfig, field: str, value: Any, given: dict[str, An
     if isinstance(value, list):
         if field.endswith("token_id"):
             return None
+        if field == "attn_layer_indices":
+            return value[:1] and [1]
         return [value[layer] for layer in kept] if len(value) == layers > len(kept) else value
     if field == "per_layer_config" and isinstance(value, dict):
         return {kept.index(int(layer)): {name: _small_number(name, size, given, len(kept)) for name, size in of.items()}
@@ -93,6 +101,16 @@ def _small(config: PreTrainedConfig, field: str, value: Any, given: dict[str, An
 def _small_number(field: str, value: Any, given: dict[str, Any], layers: int) -> Any:
     if field in _LAYERS:
         return min(value, layers)
+    if field == "num_heads" and "expand" in given:
+        return min(value, 2 * HEADS)
+    if field == "attention_head_dim" and "attention_hidden_size" in given:
+        return min(value, 2 * HEAD_SIZE)
+    if field == "mamba_d_ssm" and value is not None:
+        return min(given["mamba_n_heads"], 2 * HEADS) * min(given["mamba_d_head"], HEAD_SIZE)
+    if field == "linear_num_key_heads":
+        return HEADS if value == given.get("linear_num_value_heads") else min(value, KEY_HEADS)
+    if field in ("attn_layer_period", "attn_layer_offset"):
+        return min(value, 2 if field.endswith("period") else 1)
     if field in _HEADS:
         return min(value, HEADS)
     if field in _KEY_HEADS:

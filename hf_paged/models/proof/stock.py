@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import linecache
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_paged.models.base import StateKey
 from hf_paged.models.proof.interface import end_if_stopped
 from hf_paged.models.proof.line_counts import modeling_files
+from hf_paged.models.recurrent import view
 
 
 def parameters_of(model: PreTrainedModel) -> set[str]:
@@ -21,7 +24,7 @@ def parameters_of(model: PreTrainedModel) -> set[str]:
 
 def cache_argument(model: PreTrainedModel) -> str | None:
     """Return the name of the cache among the arguments of a model's forward, or None."""
-    return next((name for name in ("cache", "past_key_values") if name in parameters_of(model)), None)
+    return view.cache_argument(type(model).forward)
 
 
 def forward(model: PreTrainedModel, tokens: list[int], first: int = 0,
@@ -98,9 +101,11 @@ class WatchedCache(DynamicCache):
 
 
 def filled_cache(model: PreTrainedModel, filling: dict[int, tuple[torch.Tensor, torch.Tensor]],
-                 first: int) -> DynamicCache:
-    """Return a cache whose layers hold the first keys [S, Hkv, D] and values [S, Hkv, Dv] of `filling`."""
+                 first: int, states: Mapping[StateKey, torch.Tensor]) -> DynamicCache:
+    """Return a cache whose layers hold the first keys [S, Hkv, D] and values [S, Hkv, Dv] of `filling`, and states."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     for layer, (keys, values) in filling.items() if first else ():
         cache.update(keys[:first].transpose(0, 1)[None], values[:first].transpose(0, 1)[None], layer)
+    for (layer, kind, index), state in states.items() if first else ():
+        (cache.update_conv_state if kind == "conv" else cache.update_recurrent_state)(state, layer, index)
     return cache

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from hf_paged.models.base import StateKey
 from hf_paged.models.proof.calls import AttentionRecord, Recorder
 from hf_paged.models.proof.clone import NoRandomness
 from hf_paged.models.proof.interface import answered_by, embeddings_of
 from hf_paged.models.proof.mask_kinds import MaskKind
-from hf_paged.models.proof.packed import PackedSteps, Row, attend
+from hf_paged.models.proof.packed import PackedSteps, RecurrentSteps, Row, attend
 from hf_paged.models.proof.reduced import VOCABULARY
-from hf_paged.models.proof.stock import forward
+from hf_paged.models.proof.stock import cache_argument, forward
 from hf_paged.models.proof.verdict import Refused
+from hf_paged.models.recurrent import view
 
 TOLERANCE = 1e-8  # of the standard deviation of logits
 LENGTHS = (1, 5, 19, 33)  # of prompts, before one with every token id
@@ -29,22 +32,32 @@ class Subject:
     prompts: list[list[int]]
     alone: list[torch.Tensor]  # stock's logits [T, V] of each prompt
     calls: list[AttentionRecord]
+    states: dict[StateKey, torch.Tensor]  # [1, ...] each, behind a prompt; {}: the class keeps none
+    whole_prompts: bool = False  # steps compute a prompt's chunk with all that is in front of it
 
     def steps(self, blocks: int = 64, unread: frozenset[Row] = frozenset()) -> PackedSteps:
         """Return an empty cache for packed steps; stock's sdpa ignores softcaps, and so do these steps."""
-        return PackedSteps(self.model, self.calls, blocks, softcap=self.attention != "sdpa", unread=unread)
+        caps = self.attention != "sdpa"
+        if self.states:
+            return RecurrentSteps(self.model, self.calls, blocks, self.states, softcap=caps, unread=unread,
+                                  whole_prompts=self.whole_prompts)
+        return PackedSteps(self.model, self.calls, blocks, softcap=caps, unread=unread)
 
 
 def subject_of(model: PreTrainedModel, attention: str, farthest: int) -> Subject:
     """Record a clone's attention calls and stock's logits; may raise `Refused`."""
     prompts = _prompts(len(embeddings_of(model)))
-    recorder = Recorder(model, farthest, attend_batch)
+    recorder, states = Recorder(model, farthest, attend_batch), view.recorder()
+    options: dict[str, Any] = {"use_cache": False}
+    if (name := cache_argument(model)) is not None and view.keeps_states(model.config):
+        options = {name: states, "use_cache": True}
     with answered_by(model, recorder) as recorder.masks, NoRandomness(), torch.no_grad():
         recorded = model(input_ids=torch.tensor([prompts[3]]), position_ids=torch.arange(LENGTHS[3])[None],
-                         use_cache=False, return_dict=True).logits[0]
-    if not recorder.calls:
+                         return_dict=True, **options).logits[0]
+    if not recorder.calls and not states.held:
         raise Refused("no module calls the attention interface of transformers")
-    subject = Subject(model, attention, prompts, [forward(model, prompt) for prompt in prompts], recorder.calls)
+    alone = [forward(model, prompt) for prompt in prompts]
+    subject = Subject(model, attention, prompts, alone, recorder.calls, states.held)
     if not torch.equal(forward(model, prompts[3]), subject.alone[3]) or not torch.isfinite(recorded).all():
         raise Refused("stock's forward of the same tokens gives other logits the second time")
     return subject

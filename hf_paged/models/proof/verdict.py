@@ -25,6 +25,7 @@ class Verdict:
     max_length: int | None = None  # tokens of a sequence up to which the proof holds; None: any number
     max_step_tokens: int | None = None  # tokens of a step up to which it holds; None without a proof
     seconds: float = 0.0  # of CPU time in the thread of the proof
+    whole_prompts: bool = False  # whether recurrent layers have to compute a prompt at once
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as values that `json` writes."""
@@ -37,7 +38,7 @@ class Verdict:
             return None
         limits = (values["max_length"], values["max_step_tokens"])
         if (values["outcome"] not in get_args(Outcome) or not isinstance(values["reason"], str)
-                or not isinstance(values["seconds"], (int, float))
+                or not isinstance(values["seconds"], (int, float)) or type(values["whole_prompts"]) is not bool
                 or not all(limit is None or type(limit) is int for limit in limits)):
             return None
         return cls(**values)

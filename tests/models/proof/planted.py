@@ -53,9 +53,7 @@ def small_llama(**overrides: Any) -> LlamaConfig:
 
 def planted(change: Change, folder: Path) -> type:
     """Return the causal LM class of a copy of Llama's file with a change."""
-    source = re.sub(r"from \.\.\. import", "from transformers import", inspect.getsource(modeling_llama))
-    source = re.sub(r"from \.\.\.", "from transformers.", source)
-    source = source.replace("from .configuration_llama", "from transformers.models.llama.configuration_llama")
+    source = inspect.getsource(modeling_llama)
     for (text, into), code in change.edits:
         assert source.count(text) == 1, text
         lines = "".join(f"{line}\n" for line in code.split("\n"))
@@ -63,6 +61,14 @@ def planted(change: Change, folder: Path) -> type:
     if change.replace is not None:
         assert change.replace[0] in source
         source = source.replace(*change.replace)
+    return load_copy(source, "llama", folder).LlamaForCausalLM
+
+
+def load_copy(source: str, model_type: str, folder: Path) -> Any:
+    """Return the module of a modeling file's changed source, loaded from a file of a name of its own."""
+    source = re.sub(r"from \.\.\. import", "from transformers import", source)
+    source = re.sub(r"from \.\.\.", "from transformers.", source)
+    source = source.replace("from .configuration_", f"from transformers.models.{model_type}.configuration_")
     name = f"planted_{next(_number)}"
     file = folder / f"{name}.py"
     file.write_text(source)
@@ -70,7 +76,7 @@ def planted(change: Change, folder: Path) -> type:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # for decorators that look up a class's module
     spec.loader.exec_module(module)
-    return module.LlamaForCausalLM
+    return module
 
 
 def _code(text: str, spaces: int = 8) -> str:

@@ -33,6 +33,7 @@ def test_a_verdict_is_plain_json():
 
 @pytest.mark.parametrize("change", [
     {"outcome": "certain"}, {"reason": None}, {"max_length": "all"}, {"max_step_tokens": True}, {"more": 1},
+    {"whole_prompts": None},
 ])
 def test_other_json_is_no_verdict(change):
     assert Verdict.from_json(PROVED.to_json() | change) is None

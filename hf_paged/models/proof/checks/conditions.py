@@ -18,6 +18,11 @@ from hf_paged.models.proof.line_counts import LineCounts, parsed
 _HARMLESS = (
     "x.device.type != 'mps'", "expert_idx == self.num_experts", "n_rep == 1", "is_cross_attention",
     "layer_type is None", "theta", "kwargs.get(", "i == self.first_kv_shared_layer_idx",
+    # Of recurrent layers: what a layer's sizes and settings, and installed packages, decide.
+    "num_k_heads != num_v_heads", "use_qk_l2norm_in_kernel", "output_final_state", "dt_softplus", "delta_softplus",
+    "use_associative_scan", "use_mambapy",
+    "len(input_tensor.shape) == 4", "token_idx.numel() == 0", "position_ids.ndim",
+    "layer_type ==",
     "hidden_states.shape[1] == (input_ids if input_ids is not None else inputs_embeds).shape[1]",
     "position_ids.ndim == 3 and position_ids.shape[0] == 4",  # by axis; steps give one row
 )

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_paged.models.proof.interface import answered_by
 from hf_paged.models.proof.mask_kinds import FULL
-from hf_paged.models.proof.packed import BLOCK, attend
+from hf_paged.models.proof.packed import BLOCK, RecurrentSteps, attend
 from hf_paged.models.proof.stock import Entry, WatchedCache, cache_argument, filled_cache, forward
 from hf_paged.models.proof.subject import TOLERANCE, Subject, distance
 from hf_paged.models.proof.verdict import Refused
@@ -78,12 +78,17 @@ class _Far:
         entries = self._given_entries()
         self._shapes = {entry.layer: (entry.keys.shape, entry.values.shape) for entry in entries}
         self._filling: Filling = {}
+        self._states = {key: torch.randn(state.shape, generator=self._generator).to(state.dtype)
+                        for key, state in subject.states.items()}
 
     def tokens(self, count: int) -> list[int]:
         return torch.randint(3, 120, (count,), generator=self._generator).tolist()
 
     def rows(self, first: int, count: int) -> list[_Row]:
         """Return rows of a step: a new one, one of `count` tokens behind `first` others, and a short one."""
+        if self._subject.whole_prompts:  # behind a cache there are decode rows alone
+            return [_Row("new", 0, self.tokens(5)),
+                    *(_Row(f"across {at}", at, self.tokens(1)) for at in range(first, first + count))]
         return [_Row("new", 0, self.tokens(5)), _Row("across", first, self.tokens(count)),
                 _Row("short", 30, self.tokens(3))]
 
@@ -105,7 +110,9 @@ class _Far:
         steps = self._subject.steps(sum((row.first + 16) // BLOCK + 2 for row in rows))
         for row in rows:
             if row.first:
-                steps.fill(row.name, *self._given(row.first))
+                steps.fill(row.name, row.first, *self._given(row.first))
+                if isinstance(steps, RecurrentSteps):
+                    steps.fill_states(row.name, self._states)
         got = steps.step([(row.name, row.tokens) for row in rows])
         return max(distance(got[row.name], logits) for row, logits in zip(rows, wanted, strict=True))
 
@@ -122,7 +129,7 @@ class _Far:
 
     def _stock(self, row: _Row) -> torch.Tensor:
         return forward(self._subject.model, row.tokens, row.first,
-                       filled_cache(self._subject.model, self._filling, row.first))
+                       filled_cache(self._subject.model, self._filling, row.first, self._states))
 
     def _given_entries(self) -> list[Entry]:
         """Return the entries of a cache; sets for each attention call the layer whose entry it gets as it is."""

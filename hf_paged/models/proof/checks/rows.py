@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hf_paged.models.proof.interface import embeddings_of
-from hf_paged.models.proof.packed import BLOCK
+from hf_paged.models.proof.packed import BLOCK, RecurrentSteps
 from hf_paged.models.proof.subject import TOLERANCE, Subject, distance
 from hf_paged.models.proof.verdict import Refused
 
@@ -44,11 +44,18 @@ def _plant(table: nn.Parameter) -> None:
 
 
 def _beside(subject: Subject, neighbour: list[int]) -> torch.Tensor:
-    """Return logits of two rows beside a third one, in its prefill and behind its first tokens."""
+    """Return logits of two rows beside a third one, in its prefill and behind its first tokens, and with states also
+    while all decode."""
     steps = subject.steps()
     steps.step([(0, subject.prompts[1][:3]), (1, neighbour[:4])])
     got = steps.step([(2, subject.prompts[3][:9]), (1, neighbour[4:]), (0, subject.prompts[1][3:])])
     logits = torch.cat([got[2], got[0]])
+    if isinstance(steps, RecurrentSteps):
+        for _ in range(2):
+            got = steps.step([(2, [7]), (1, neighbour[-1:]), (0, [9])])
+            logits = torch.cat([logits, got[2], got[0]])
+        steps.end(1)
+        logits = torch.cat([logits, steps.step([(3, subject.prompts[1])])[3]])  # in the slot of the row that ended
     # A head that shares the embeddings' weights has these columns changed.
     return torch.cat([logits[:, :_SPIKE], logits[:, _NAN + 1 :]], 1)
 

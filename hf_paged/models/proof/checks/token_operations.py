@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_paged.models.proof.checks.states import ROWS, decoding
 from hf_paged.models.proof.interface import is_attending
 from hf_paged.models.proof.line_counts import modeling_files
 from hf_paged.models.proof.subject import Subject
@@ -30,9 +31,15 @@ _HARMLESS = ("integrations/moe", "modeling_rope_utils", "expert_mask.sum(dim=(-1
 
 def token_operations(subject: Subject) -> list[str]:
     """Return such operations of one step, each with the line of modeling code that runs it."""
-    with _Watch(sum(_TOKENS), modeling_files(subject.model.modules())) as watch:
+    files = modeling_files(subject.model.modules())
+    if subject.states:  # a prompt is a forward of its own: what may meet are decode rows
+        steps = decoding(subject)
+        with _Watch(ROWS, files) as watch:
+            steps.step([(row, [9]) for row in range(ROWS)])
+        return watch.texts()
+    with _Watch(sum(_TOKENS), files) as watch:
         subject.steps().step([(0, subject.prompts[4][: _TOKENS[0]]), (1, subject.prompts[3][: _TOKENS[1]])])
-    return sorted(text for text in watch.found if not any(known in text for known in _HARMLESS))
+    return watch.texts()
 
 
 class _Watch(TorchDispatchMode):
@@ -40,6 +47,9 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.found: set[str] = set()
         self._tokens, self._files = tokens, files
+
+    def texts(self) -> list[str]:
+        return sorted(text for text in self.found if not any(known in text for known in _HARMLESS))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -1,0 +1,84 @@
+"""Executor of models with a recurrent state: prompts one by one, decode rows as a batch of one token each."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged.errors import Reason
+from hf_paged.guards.hints import ENABLE_AGAIN
+from hf_paged.models.base import KVSpec, StepContext
+from hf_paged.models.derivation.executor import DerivedExecutor
+from hf_paged.models.executor import ModelExecutor, final_states
+from hf_paged.models.paged_calls import paged_call, running
+from hf_paged.models.tuners import ONE_AT_A_TIME, by_row
+from hf_paged.parallel.group import group_of
+from hf_paged.parallel.replica import replica_of
+
+ON_A_CPU = "It runs in stock. On a CPU, causal LMs that are proved run natively."
+_USUAL_LENGTH = 1 << 15  # of a model without positions
+
+
+def why_no_states(model: PreTrainedModel, model_class: type) -> Reason | None:
+    """Return why a model with a recurrent state does not run natively, whatever its class is proved to compute."""
+    device, config = model.device.type, model.config
+    if device not in ("cpu", "meta"):
+        return _not_yet(model_class, f"on {device}")
+    if config.get_text_config(decoder=True) is not config:
+        return _not_yet(model_class, "of image-text models")
+    if group_of(model).is_parallel or replica_of(model) is not None:
+        return _not_yet(model_class, "over several ranks")
+    return None
+
+
+def _not_yet(model_class: type, where: str) -> Reason:
+    return Reason("{} keeps a recurrent state, which steps {} do not have yet", model_class.__name__, where,
+                  remedy=ON_A_CPU)
+
+
+class RecurrentExecutor(DerivedExecutor):
+    """Executor whose steps (`runner/recurrent`) are one prompt's next tokens, or one token of each of several rows."""
+
+    has_states = True
+
+    @property
+    def whole_prompts(self) -> bool:  # type: ignore[override]
+        return self.outline.whole_prompts
+
+    def kv_spec(self) -> KVSpec:
+        return super().kv_spec()._replace(states=self.outline.states)
+
+    def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
+        meta = step.parts[0][2]
+        assert len(step.parts) == 1 and step.ends is None
+        # A row that computes all of its tokens begins, whatever its slot holds of an earlier sequence.
+        view = step.cache.states.view(meta.slots, is_new=meta.max_query_len == meta.max_seq_len)
+        with paged_call(self.attention_configs()), running(step, self.masks()), by_row(self._adapted, None):
+            hidden = final_states(self.decoder, input_ids, step.positions, view)
+        view.store()
+        return hidden
+
+    def max_length(self, asked: int | None = None) -> int:
+        # The tables of requests have a column for each token.
+        return super().max_length(_USUAL_LENGTH if asked is None and not self.outline.calls else asked)
+
+    def why_not_constants(self) -> Reason | None:
+        return why_no_states(self.source, self.model_class) or super().why_not_constants()
+
+    def why_not_precision(self, autocast: torch.dtype | None) -> Reason | None:
+        if autocast is not None:
+            return _not_yet(self.model_class, "under autocast")
+        if (dtype := self.kv_spec().compute_dtype) != self.outline.dtype:
+            return Reason("weights of dtype {}, which were {} when the model was enabled", dtype, self.outline.dtype,
+                          remedy=ENABLE_AGAIN)
+        return ModelExecutor.why_not_precision(self, autocast) or super().why_not_precision(autocast)
+
+    def why_not_adapter(self, name: str) -> Reason | None:
+        if (reason := super().why_not_adapter(name)) is not None or not self.look().adapters:
+            return reason
+        return Reason("rows of their own adapters, which layers of {} do not apply row by row",
+                      self.model_class.__name__, remedy=ONE_AT_A_TIME)
+
+    def step_bytes(self, num_tokens: int, num_rows: int) -> int:
+        # Layers expand states by each token of a chunk.
+        return super().step_bytes(num_tokens, num_rows) + num_rows * self.kv_spec().state_bytes

@@ -1,0 +1,1 @@
+"""Recurrent states of layers, as transformers' caches hand them out."""

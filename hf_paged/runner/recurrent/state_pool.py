@@ -1,0 +1,46 @@
+"""Memory of recurrent states, a slot for each running sequence, and the config under which such models run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hf_paged.config import PagedConfig
+from hf_paged.models import KVSpec
+from hf_paged.models.base import StateKey
+from hf_paged.models.recurrent.view import StateView
+
+STATES_SHARE = 0.5  # of a memory budget, beside pages
+
+
+class StatePool:
+    """The states of all slots of the scheduler: each tensor [num_slots, *shape], in the dtype in which stock keeps it.
+
+    A sequence has the state slot of its number in the scheduler's table, from its admission to its end or preemption. A
+    slot's content counts from the sequence's first step on: what an earlier sequence left is never read.
+    """
+
+    def __init__(self, spec: KVSpec, num_slots: int) -> None:
+        self.spec, self.num_slots = spec, num_slots
+        self._tensors: dict[StateKey, torch.Tensor] = {
+            state.key: torch.empty((num_slots, *state.shape), dtype=state.dtype, device=spec.device)
+            for state in spec.states}
+
+    def view(self, slots: torch.Tensor, *, is_new: bool) -> StateView:
+        """Return the states of the rows in these slots [R] for one forward; ``is_new``: the rows have none yet."""
+        return StateView(self._tensors, slots.long(), is_new=is_new)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_slots * self.spec.state_bytes
+
+    def close(self) -> None:
+        self._tensors, self.num_slots = {}, 0
+
+
+def config_for_states(config: PagedConfig, spec: KVSpec, budget: int) -> PagedConfig:
+    """Return a config for a model with states: no prefix cache and no guesses, whose states nothing keeps, and as many
+    sequences at once as have states in their share of `budget` bytes."""
+    most = max(1, int(budget * STATES_SHARE) // max(spec.state_bytes, 1))
+    return replace(config, enable_prefix_caching=False, speculation=False, max_num_seqs=min(config.max_num_seqs, most))

@@ -1,0 +1,69 @@
+"""Tiny random models with a recurrent state, and outlines that make them run without a proof."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from family_models import SHAPE, make_random
+from transformers import PreTrainedModel
+
+from hf_paged.models.derivation.executor import OUTLINES, ModelOutline, constants_of
+from hf_paged.models.derivation.layout import lay_out
+from hf_paged.models.executor import KNOWN_LAYERS
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+           "shared_expert_intermediate_size": 32}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+         "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+CONV = {"layer_types": ["conv", "full_attention", "conv"]}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
+MAMBA_1 = {"intermediate_size": 128, "state_size": 8, "time_step_rank": 8, "num_hidden_layers": 2}
+NEMOTRON = {"layers_block_type": ["linear_attention", "full_attention", "mlp"], "mamba_num_heads": 8,
+            "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 16, "num_hidden_layers": None}
+# What a class needs besides sizes, by the prefix of its name.
+CLASSES: dict[str, dict[str, Any]] = {
+    "Bamba": MAMBA | {"attn_layer_indices": [1]},
+    "FalconMamba": MAMBA_1,
+    "FalconH1": MAMBA | {"mamba_d_ssm": 128},
+    "GraniteMoeHybrid": MAMBA | LOCAL_EXPERTS | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "Jamba": LOCAL_EXPERTS | {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8,
+                              "mamba_d_state": 8},
+    "LaraMini": DELTA,
+    "Lfm2": CONV,
+    "Lfm2Moe": CONV | EXPERTS | {"num_dense_layers": 1},
+    "Lfm3": CONV,
+    "Mamba2": {"num_heads": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16, "num_hidden_layers": 2},
+    "Mamba": MAMBA_1,
+    "NemotronH": NEMOTRON,
+    "OlmoHybrid": DELTA,
+    "Qwen3Next": DELTA | EXPERTS,
+    "Qwen3_5": DELTA,
+    "Qwen3_5Moe": DELTA | EXPERTS,
+}
+WHOLE_PROMPTS = ("FalconMamba", "Jamba", "Mamba")
+CORE = ("Lfm2", "Qwen3Next", "Qwen3_5", "Mamba2", "NemotronH", "Bamba")
+
+
+def recurrent_model(name: str, **settings: Any) -> PreTrainedModel:
+    """A random model of a class; its layers of each kind are one or two."""
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    values = SHAPE | {"num_hidden_layers": 3} | CLASSES[name] | settings
+    config = cls.config_class(**{key: value for key, value in values.items() if value is not None})
+    model = make_random(cls, config)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
+
+
+def outlined(model: PreTrainedModel, whole_prompts: bool = False) -> PreTrainedModel:
+    """Let hf_paged run this model by its layout, as behind a proof of its class."""
+    whole_prompts |= type(model).__name__.removesuffix("ForCausalLM") in WHOLE_PROMPTS
+    dtype = model.get_input_embeddings().weight.dtype
+    layout = lay_out(type(model), model.config, dtype)
+    called = frozenset(path for path, kind in layout.classes.items() if kind in KNOWN_LAYERS)
+    OUTLINES[model] = ModelOutline(type(model), layout.body, layout.calls, layout.classes, layout.num_logits,
+                                   layout.positions, constants_of(model, called), None, dtype, False, layout.states,
+                                   whole_prompts)
+    return model

@@ -1,0 +1,226 @@
+"""Steps of models with a recurrent state: stock's tokens whatever comes, waits, is preempted, ends or changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from derived_models import assert_scored_as_stock
+from recurrent_models import outlined, recurrent_model
+from support import (
+    assert_falls_back,
+    assert_idle,
+    assert_native_parity,
+    batch,
+    left_padded,
+    random_prompts,
+    stock_generate,
+)
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged import PagedConfig, PagedGenerator
+from hf_paged.models import KVSpec
+from hf_paged.models.base import StateShape
+from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
+from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner, forwards_of
+from hf_paged.runner.recurrent.state_pool import StatePool, config_for_states
+from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
+
+NEW = 8
+GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False)
+PROMPTS = random_prompts([30, 5, 17, 1, 23])
+
+
+@pytest.fixture(params=["Lfm2", "Mamba2"])
+def model(request):
+    return outlined(recurrent_model(request.param))
+
+
+def greedy(model, prompts, new_tokens=NEW):
+    made = stock_generate(model, **left_padded(prompts), max_new_tokens=new_tokens, do_sample=False)
+    return made[:, -new_tokens:].tolist()
+
+
+def run(engine, coming=()):
+    """All tokens by request; `coming` are prompts of which each further step gets one."""
+    coming, tokens = list(coming), {}
+    while engine.has_unfinished() or coming:
+        if coming:
+            engine.add_request(coming.pop(0), GREEDY)
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens
+
+
+def poison(engine):
+    """NaN in all slots: what no running row has written is never read."""
+    for tensor in engine._core.runner.cache.states._tensors.values():
+        tensor.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_that_come_one_after_another(model, overlap):
+    hf_paged.enable(model, strict=True, max_num_batched_tokens=13, max_num_seqs=3, overlap=overlap)
+    tokens = run(hf_paged.get_engine(model), PROMPTS)
+    assert list(tokens.values()) == greedy(model, PROMPTS)
+
+
+def test_preempted_rows_compute_their_states_again(model):
+    hf_paged.enable(model, strict=True, num_blocks=6, block_size=16, max_num_seqs=4)
+    engine = hf_paged.get_engine(model)
+    prompts = random_prompts([14, 13, 12, 10])
+    tokens = run(engine, prompts)
+    assert engine.stats().num_preemptions > 0
+    assert list(tokens.values()) == greedy(model, prompts)
+
+
+def test_aborted_rows_leave_their_slots(model):
+    hf_paged.enable(model, strict=True, max_num_seqs=2)
+    engine = hf_paged.get_engine(model)
+    ids = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    for _ in range(3):
+        engine.step()
+    for request_id in ids:
+        engine.abort(request_id)
+    run(engine)
+    table = engine._core.scheduler._table
+    assert table.num_free_slots == table.num_slots == 2
+    assert_idle(model)
+    poison(engine)
+    assert list(run(engine, PROMPTS[2:]).values()) == greedy(model, PROMPTS[2:])
+
+
+def test_the_same_prompt_again_is_computed_again(model):
+    with PagedGenerator(model) as generator:
+        generator.generate([PROMPTS[0]], max_new_tokens=2)
+        poison(generator.engine)
+        completion, = generator.generate([PROMPTS[0]], max_new_tokens=NEW)
+        assert completion.num_cached_tokens == 0
+    assert [completion.token_ids] == greedy(model, PROMPTS[:1])
+
+
+def test_sampled_tokens_depend_on_the_seed_alone_and_have_stocks_log_probabilities(model):
+    options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.0, "top_k": 0, "logprobs": True,
+               "prompt_logprobs": True, "seed": 3}
+    with PagedGenerator(model, max_num_batched_tokens=16, max_num_seqs=4) as generator:
+        alone, = generator.generate([PROMPTS[0]], **options)
+        beside = generator.generate(PROMPTS[:3], **options)
+    assert beside[0].token_ids == alone.token_ids
+    for completion in beside:
+        assert_scored_as_stock(model, completion)
+
+
+def test_running_rows_are_computed_again_with_new_weights(model):
+    hf_paged.enable(model, strict=True)
+    engine = hf_paged.get_engine(model)
+    engine.add_request(PROMPTS[0], GREEDY)
+    made = [token for _ in range(4) for output in engine.step() for token in output.new_token_ids]
+    with hf_paged.weight_update(model), torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name:
+                parameter.mul_(0.9)
+    rest, = run(engine).values()
+    assert made and [rest] == greedy(model, [PROMPTS[0] + made], NEW - len(made))
+
+
+def test_an_interrupted_step_is_computed_again(model, monkeypatch):
+    hf_paged.enable(model, strict=True)
+    engine = hf_paged.get_engine(model)
+    engine.add_request(PROMPTS[0], GREEDY)
+    made = [token for _ in range(3) for output in engine.step() for token in output.new_token_ids]
+    sample = RecurrentRunner._sample
+
+    def interrupt(*args, **kwargs):
+        monkeypatch.setattr(RecurrentRunner, "_sample", sample)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RecurrentRunner, "_sample", interrupt)
+    with pytest.raises(KeyboardInterrupt):  # behind the forward, which has written states
+        engine.step()
+    rest, = run(engine).values()
+    assert [made + rest] == greedy(model, PROMPTS[:1])
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"output_scores": True, "return_dict_in_generate": True}])
+def test_calls_that_need_stocks_loop_go_to_stock(model, options):
+    assert_falls_back(model, "recurrent state", **batch([9, 4]), max_new_tokens=3, do_sample=False, **options)
+
+
+def test_a_returned_cache_is_stocks(model):
+    call = {**batch([9, 9]), "max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    expected = stock_generate(model, **call).past_key_values
+    hf_paged.enable(model, strict=True)
+    found = model.generate(**call).past_key_values
+    for one, other in zip(found.layers, expected.layers, strict=True):
+        assert type(one) is type(other)
+        for name in ("conv_states", "recurrent_states"):
+            for index, state in getattr(other, name, {}).items():
+                if state is not None:
+                    torch.testing.assert_close(getattr(one, name)[index], state, rtol=1e-4, atol=1e-5)
+
+
+def test_a_class_that_takes_no_state_into_a_chunk_computes_prompts_anew(monkeypatch):
+    """Chunks of 19 tokens, log-probabilities of the prompt included."""
+    model = outlined(recurrent_model("Jamba"))
+    options = {"max_new_tokens": 4, "logprobs": True, "prompt_logprobs": True}
+    with PagedGenerator(model, max_num_batched_tokens=19, max_num_seqs=6) as generator:
+        completions = generator.generate(PROMPTS[:2], **options)
+    for completion in completions:
+        assert_scored_as_stock(model, completion)
+    monkeypatch.setattr(RecurrentExecutor, "whole_prompts", False)
+    with PagedGenerator(model, max_num_batched_tokens=19, max_num_seqs=6) as generator:
+        completions = generator.generate(PROMPTS[:1], **options)
+    with pytest.raises(AssertionError):  # so that the test shows it
+        assert_scored_as_stock(model, completions[0])
+
+
+def test_calls_under_autocast_go_to_stock(model):
+    def call(model, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.generate(**kwargs)
+
+    assert_falls_back(model, "autocast", call=call, **batch([9, 4]), max_new_tokens=3, do_sample=False)
+
+
+def test_states_and_pages_share_a_budget():
+    spec = KVSpec(1, 1, 1, 16, torch.float32, torch.float32, torch.device("cpu"),
+                  states=(StateShape((0, "conv", 0), (10, 10), torch.float32),))
+    assert spec.state_bytes == 400
+    config = config_for_states(PagedConfig(max_num_seqs=64), spec, 8000)
+    assert (config.max_num_seqs, config.enable_prefix_caching, config.speculation) == (10, False, False)
+    assert config_for_states(PagedConfig(max_num_seqs=64), spec, 1).max_num_seqs == 1
+    pool = StatePool(spec, 10)
+    assert pool.nbytes == 4000
+
+
+def test_the_bytes_of_states_are_counted(model):
+    hf_paged.enable(model, strict=True, max_num_seqs=3)
+    engine = hf_paged.get_engine(model)
+    model.generate(**batch([5]), max_new_tokens=2)
+    cache = engine._core.runner.cache
+    assert cache.states.num_slots == 3
+    pages = cache.num_blocks * cache.spec.block_bytes(cache.block_size)
+    assert engine.stats().kv_cache_bytes == pages + 3 * cache.spec.state_bytes
+
+
+def test_guesses_are_off():
+    model = hf_paged.enable(outlined(recurrent_model("Lfm2")), strict=True)
+    assert not hf_paged.get_engine(model).config.speculation
+    assert_native_parity(model, **batch([9]), max_new_tokens=6, do_sample=False, prompt_lookup_num_tokens=3)
+
+
+def test_a_step_is_a_forward_of_decode_rows_and_one_for_each_prompt():
+    config = SchedulerConfig(block_size=8, num_blocks=32, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64,
+                             enable_prefix_caching=False)
+    scheduler = Scheduler(config)
+    for name in ("a", "b"):
+        scheduler.add(Sequence(name, [1, 2, 3], max_new_tokens=4))
+    first = scheduler.schedule()
+    assert [part.num_new_tokens.tolist() for part in forwards_of(first)] == [[3], [3]]
+    scheduler.commit(first, np.array([5, 6]))
+    scheduler.add(Sequence("c", [1] * 5, max_new_tokens=4))
+    parts = list(forwards_of(scheduler.schedule()))
+    assert [part.num_new_tokens.tolist() for part in parts] == [[1, 1], [5]]
+    assert [part.num_decode_rows for part in parts] == [2, 0]
+    assert [[sequence.request_id for sequence in part.sequences] for part in parts] == [["a", "b"], ["c"]]
