@@ -61,9 +61,9 @@ def outlined(model: PreTrainedModel, whole_prompts: bool = False) -> PreTrainedM
     """Let hf_paged run this model by its layout, as behind a proof of its class."""
     whole_prompts |= type(model).__name__.removesuffix("ForCausalLM") in WHOLE_PROMPTS
     dtype = model.get_input_embeddings().weight.dtype
-    layout = lay_out(type(model), model.config, dtype)
+    layout = lay_out(type(model), model.config, dtype=dtype)
     called = frozenset(path for path, kind in layout.classes.items() if kind in KNOWN_LAYERS)
     OUTLINES[model] = ModelOutline(type(model), layout.body, layout.calls, layout.classes, layout.num_logits,
-                                   layout.positions, constants_of(model, called), None, dtype, False, layout.states,
-                                   whole_prompts)
+                                   layout.positions, constants_of(model, called), has_stock_cache=False,
+                                   states=layout.states, whole_prompts=whole_prompts, dtype=dtype)
     return model
