@@ -29,6 +29,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "RwkvForCausalLM": {"attention_hidden_size": 96},
     "XLMWithLMHeadModel": {"emb_dim": 96},
     "XmodForCausalLM": {"default_language": "en_XX"},
+    "ZambaForCausalLM": {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
 }
 # Classes of which stock itself runs no such model: configs that need more than sizes, or other inputs than tokens.
 NOT_MADE = frozenset({
@@ -36,7 +37,7 @@ NOT_MADE = frozenset({
     "Gemma3nForConditionalGeneration", "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
     "HrmTextForCausalLM", "Inkling2ForCausalLM", "Inkling2LoopForCausalLM",
     "MusicgenForCausalLM", "MusicgenMelodyForCausalLM", "Qwen4ExpForCausalLM",
-    "ReformerModelWithLMHead", "XLNetLMHeadModel", "Zamba2ForCausalLM", "ZambaForCausalLM", "xLSTMForCausalLM",
+    "ReformerModelWithLMHead", "XLNetLMHeadModel", "Zamba2ForCausalLM", "xLSTMForCausalLM",
 })
 SLOWLY_PROVED = frozenset({"Gemma3nForCausalLM"})
 
