@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import transformers
 from family_models import SHAPE, make_random
 from transformers import PreTrainedModel
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_paged.models.derivation.executor import OUTLINES, ModelOutline, constants_of
 from hf_paged.models.derivation.layout import lay_out
 from hf_paged.models.executor import KNOWN_LAYERS
+from hf_paged.models.recurrent.view import HAS_IDIOM
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
            "shared_expert_intermediate_size": 32}
@@ -45,6 +47,9 @@ CLASSES: dict[str, dict[str, Any]] = {
 }
 WHOLE_PROMPTS = ("FalconMamba", "Jamba", "Mamba")
 CORE = ("Lfm2", "Qwen3Next", "Qwen3_5", "Mamba2", "NemotronH", "Bamba")
+
+
+with_idiom = pytest.mark.skipif(not HAS_IDIOM, reason="an older transformers asks no other cache for states")
 
 
 def recurrent_model(name: str, **settings: Any) -> PreTrainedModel:

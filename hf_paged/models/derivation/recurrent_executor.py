@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
@@ -11,6 +12,7 @@ from hf_paged.models.base import KVSpec, StepContext
 from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.executor import ModelExecutor, final_states
 from hf_paged.models.paged_calls import paged_call, running
+from hf_paged.models.recurrent import view
 from hf_paged.models.tuners import ONE_AT_A_TIME, by_row
 from hf_paged.parallel.group import group_of
 from hf_paged.parallel.replica import replica_of
@@ -22,6 +24,8 @@ _USUAL_LENGTH = 1 << 15  # of a model without positions
 def why_no_states(model: PreTrainedModel, model_class: type) -> Reason | None:
     """Return why a model with a recurrent state does not run natively, whatever its class is proved to compute."""
     device, config = model.device.type, model.config
+    if not view.HAS_IDIOM:
+        return _not_yet(model_class, f"under transformers {transformers.__version__}")
     if device not in ("cpu", "meta"):
         return _not_yet(model_class, f"on {device}")
     if config.get_text_config(decoder=True) is not config:
@@ -52,10 +56,10 @@ class RecurrentExecutor(DerivedExecutor):
         meta = step.parts[0][2]
         assert len(step.parts) == 1 and step.ends is None
         # A row that computes all of its tokens begins, whatever its slot holds of an earlier sequence.
-        view = step.cache.states.view(meta.slots, is_new=meta.max_query_len == meta.max_seq_len)
+        states = step.cache.states.view(meta.slots, is_new=meta.max_query_len == meta.max_seq_len)
         with paged_call(self.attention_configs()), running(step, self.masks()), by_row(self._adapted, None):
-            hidden = final_states(self.decoder, input_ids, step.positions, view)
-        view.store()
+            hidden = final_states(self.decoder, input_ids, step.positions, states)
+        states.store()
         return hidden
 
     def max_length(self, asked: int | None = None) -> int:

@@ -43,6 +43,8 @@ def outline_of(model: PreTrainedModel) -> Outline:
     if getattr(model.config, "is_encoder_decoder", False):
         raise Refused("the model has an encoder beside its decoder")
     cache = cache_argument(model) if view.keeps_states(model.config) else None
+    if cache is not None and not view.HAS_IDIOM:
+        raise Refused("it keeps a recurrent state, for which this version of transformers asks no other cache")
     if cache is None and "position_ids" not in parameters_of(model):
         raise Refused("its forward takes no position_ids")
     for one in configs_of(model):

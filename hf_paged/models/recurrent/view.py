@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.models.base import StateKey
 
+HAS_IDIOM = hasattr(Cache, "get_conv_state")  # transformers 5.17 has it not
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # of the argument, by version of transformers and class
 
 

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from recurrent_models import with_idiom
 from transformers import Lfm2Config
 from transformers.models.lfm2 import modeling_lfm2
 
@@ -18,6 +19,8 @@ from hf_paged.models.proof.clone import Double, clone_of
 from hf_paged.models.proof.subject import subject_of
 from hf_paged.models.proof.verdict import Refused
 from tests.models.proof.planted import load_copy
+
+pytestmark = with_idiom
 
 BRANCH = "        if conv_state is not None and seq_len == 1 and not cache.is_recording_past(self.layer_idx):\n"
 UPDATED = "        y = C * hidden_states\n"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from derived_models import assert_scored_as_stock
 from peft import LoraConfig, get_peft_model
-from recurrent_models import CLASSES, CORE, outlined, recurrent_model
+from recurrent_models import CLASSES, CORE, outlined, recurrent_model, with_idiom
 from support import assert_native_parity, batch, random_prompts
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -14,6 +14,8 @@ import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.models import find_executor
 from hf_paged.models.derivation import derive
+
+pytestmark = with_idiom
 
 FAMILIES = [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in CLASSES]
 

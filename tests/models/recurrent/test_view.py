@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recurrent_models import recurrent_model
+from recurrent_models import recurrent_model, with_idiom
 from transformers import DynamicCache, Qwen3Config
 
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.models.recurrent.view import StateView, cache_argument, keeps_states, recorder
+
+pytestmark = with_idiom
 
 CONV, STATE = (0, "conv", 0), (0, "recurrent", 0)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from derived_models import assert_scored_as_stock
-from recurrent_models import outlined, recurrent_model
+from recurrent_models import outlined, recurrent_model, with_idiom
 from support import (
     assert_falls_back,
     assert_idle,
@@ -26,6 +26,8 @@ from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
 from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner, forwards_of
 from hf_paged.runner.recurrent.state_pool import StatePool, config_for_states
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
+
+pytestmark = with_idiom
 
 NEW = 8
 GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False)
