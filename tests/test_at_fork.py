@@ -38,6 +38,7 @@ SAFE = {
     "hf_paged.server.lifetime._Client._messages": _SERVER,
     "hf_paged.kernels.build.compiling.Kernel._reading": _CUDA,
     "hf_paged.kernels.build.compile_process._few_at_a_time": _CUDA,
+    "hf_paged.models.derivation.over_ranks._Meeting._barrier": "of threads that a child does not have",
     "hf_paged.models.proof.interface.ProofThread.stopped": "of a thread that a child does not have",
     "hf_paged.kernels.build.compiling._begin_ahead": _CUDA,
     "hf_paged.kernels.build.compiling._lock": _CUDA,

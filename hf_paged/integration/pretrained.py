@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import cached_file
 from transformers.utils.hub import cached_files
@@ -130,8 +137,10 @@ def load_whole(path_or_id: str | os.PathLike, loading: Loading) -> Any:
     files = loading.of_files
     with _naming_unknown_arguments(arguments), naming_the_place("path_or_id", path_or_id), naming_broken_files(
             lambda: find_files(str(path_or_id), **files)):
-        config = arguments.get("config") or AutoConfig.from_pretrained(path_or_id, **loading.of_tokenizer)
-        model: Any = auto_class(config).from_pretrained(path_or_id, dtype=loading.dtype, **arguments)
+        kind = AutoModelForCausalLM
+        with suppress(OSError, ValueError):  # of a folder with an adapter, transformers looks up the base model
+            kind = auto_class(arguments.get("config") or AutoConfig.from_pretrained(path_or_id, **loading.of_tokenizer))
+        model: Any = kind.from_pretrained(path_or_id, dtype=loading.dtype, **arguments)
     is_there = model.device.type == loading.device.type and loading.device.index in (None, model.device.index)
     return (model if is_there else model.to(loading.device)).eval()
 

@@ -271,7 +271,7 @@ def test_a_class_that_is_not_supported():
                                            attention_types=[[["global"], 1]]))
     explained = hf_paged.explain(model, input_ids=torch.tensor([[3]]))
     assert explained.path == "stock" and "GPTNeoForCausalLM" in explained.reasons[0]
-    assert "Qwen3ForCausalLM" in explained.remedies[0]
+    assert "docs/models.md" in explained.remedies[0]
     with pytest.raises(hf_paged.UnsupportedModelError, match="Linear"):
         hf_paged.explain(torch.nn.Linear(2, 2))
 

@@ -108,7 +108,7 @@ class StateView(Cache):
 
 def recorder() -> StateView:
     """Return a view of one new row without slots, whose `held` shows which states a forward makes."""
-    return StateView({}, torch.zeros(1, dtype=torch.int64), is_new=True)
+    return StateView({}, torch.zeros(1, dtype=torch.int64, device="cpu"), is_new=True)
 
 
 def keeps_states(config: PreTrainedConfig) -> bool:
