@@ -125,13 +125,15 @@ def _let_steps_go_on() -> None:
 
 def _start_over_in_child() -> None:
     """Drop threads, processes and requests of the parent, in all engines and in the state that engines share."""
-    _makers.clear()
-    paged_calls.forget_other_threads()
-    COMPILERS.leave_to_parent()
-    mask_maker.forget_threads()
-    for engine in list(_engines):
-        engine.start_over_in_child()
-    _let_steps_go_on()
+    try:
+        _makers.clear()
+        paged_calls.forget_other_threads()
+        COMPILERS.leave_to_parent()
+        mask_maker.forget_threads()
+        for engine in list(_engines):
+            engine.start_over_in_child()
+    finally:
+        _let_steps_go_on()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks

@@ -65,6 +65,11 @@ OUTLINES: WeakKeyDictionary[PreTrainedModel, ModelOutline] = WeakKeyDictionary()
 """Outlines of models whose packed forwards are known to compute what the models' own forwards do."""
 
 
+def _shape_of(outline: ModelOutline) -> tuple:
+    """Return what an engine's pools and limits are made of."""
+    return outline.body, outline.calls, outline.max_length, outline.max_step_tokens, outline.states, outline.dtype
+
+
 class DerivedExecutor(ModelExecutor):
     """Executor that runs the modules of a model as they stand, by the model's outline."""
 
@@ -176,8 +181,7 @@ class DerivedExecutor(ModelExecutor):
         found = self._derive(self.source)  # takes seconds, where a proof is not stored
         if isinstance(found, Reason):
             return found
-        if (found.body, found.calls, found.max_length, found.max_step_tokens) != (
-                self.outline.body, self.outline.calls, self.outline.max_length, self.outline.max_step_tokens):
+        if _shape_of(found) != _shape_of(self.outline):
             return Reason("the config changed, and with it the attention or the lengths of sequences",
                           remedy=ENABLE_AGAIN)
         self.outline = found

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from hf_paged.files import alone, write_whole
 from hf_paged.models.proof.verdict import Verdict
 
 LONGEST_WAIT_S = 60.0  # for another process that makes the same proof
+# Packages that modeling code takes another way for.
+_ASKED_FOR = ("causal_conv1d", "fla", "mamba_ssm", "mambapy", "xielu")
 # Fields of a config that say where it comes from.
 _ORIGIN = ("_name_or_path", "transformers_version", "architectures")
 
@@ -108,6 +111,8 @@ def _digest(values: Any) -> str:
 
 @functools.cache
 def _proof_source() -> list[str]:
-    """Return hashes of the code that proves, lays out and runs models: where it changes, all is made again."""
-    package = Path(__file__).parents[2]
-    return [_hash_of(file) for layer in ("models", "parallel") for file in sorted((package / layer).rglob("*.py"))]
+    """Return hashes of the code that proves, lays out and runs models, and those of `_ASKED_FOR` that are installed:
+    where it changes, all is made again."""
+    package, layers = Path(__file__).parents[2], ("guards", "models", "parallel", "runner")
+    found = [name for name in _ASKED_FOR if find_spec(name) is not None]
+    return found + [_hash_of(file) for layer in layers for file in sorted((package / layer).rglob("*.py"))]
