@@ -111,8 +111,7 @@ def _digest(values: Any) -> str:
 
 @functools.cache
 def _proof_source() -> list[str]:
-    """Return hashes of the code that proves, lays out and runs models, and those of `_ASKED_FOR` that are installed:
-    where it changes, all is made again."""
+    """Return hashes of the code that proves, lays out and runs models, and which of `_ASKED_FOR` are installed."""
     package, layers = Path(__file__).parents[2], ("guards", "models", "parallel", "runner")
     found = [name for name in _ASKED_FOR if find_spec(name) is not None]
     return found + [_hash_of(file) for layer in layers for file in sorted((package / layer).rglob("*.py"))]
