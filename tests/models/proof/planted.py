@@ -185,6 +185,8 @@ FAULTS = (
         "if self.gate_proj.weight.abs().max() > 1e6:\n    x = x * 2")),
     Change("values that never occur look across rows", "open", "any at", _mlp(
         "x = torch.where((x.abs() > 1e8).any(), x * 0.5, x)")),
+    Change("values that never occur span all rows", "open", "aminmax at", _mlp(
+        "low, high = x.aminmax()\nx = torch.where(high - low > 1e8, x * 0.5, x)")),
     Change("mixing in bfloat16 alone", "open", "bfloat16", _mlp(
         "if x.dtype == torch.bfloat16:\n    x = x / x.abs().amax()")),
     Change("mixing on a GPU alone", "open", "is_cuda", _mlp("if x.is_cuda:\n    x = x / x.abs().amax()")),
@@ -239,6 +241,9 @@ CONTROLS = (
         "        x = x * 2\n"
         "    if features.get('x') or image is not None and image.sum() > 0:\n        x = x * 2\n    return x\n"
         "x = shown(x)")),
+    Change("class numbers, checked by torch", "proved", "", _mlp(
+        "choice = x[..., :4].argmax(-1)\nchosen = nn.functional.one_hot(choice, num_classes=4)\n"
+        "x = x * (1 + 0.1 * chosen[..., :1].to(x.dtype))")),
     Change("scaled logits", "proved", "", ((LOGITS, _code("logits = 0.5 * logits")),)),
     Change("softcap of logits", "proved", "", ((LOGITS, _code("logits = torch.tanh(logits / 30) * 30")),)),
     Change("temperature by position_ids", "proved", "", ((ATTENTION, _code(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 from typing import Any
 
@@ -15,10 +16,10 @@ from hf_paged.models.proof.line_counts import modeling_files
 from hf_paged.models.proof.subject import Subject
 
 _TOKENS = (30, 23)  # of two rows: their sum is a prime number, which is the size of no other dim
-_REDUCING = frozenset({
-    "sum", "mean", "any", "all", "max", "min", "amax", "amin", "std", "var", "var_mean", "norm", "linalg_vector_norm",
-    "logsumexp", "prod", "argmax", "argmin", "median", "histc", "bincount", "_local_scalar_dense", "equal",
-    "count_nonzero", "is_nonzero",
+# What may drop the dim of tokens without bringing them together; whatever else drops it is taken for a reduction.
+_MOVING = frozenset({
+    "select", "slice", "index", "index_select", "index_copy_", "masked_select", "gather", "nonzero", "split",
+    "split_with_sizes", "unbind", "view", "_unsafe_view", "repeat",
 })
 _ORDERING = frozenset({
     "cumsum", "cumprod", "sort", "argsort", "topk", "_softmax", "_log_softmax", "flip", "roll", "cummax",
@@ -27,6 +28,8 @@ _ORDERING = frozenset({
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "matmul"})
 # Places that were read: they count integers, to find the experts that some token goes to, or all positions.
 _HARMLESS = ("integrations/moe", "modeling_rope_utils", "expert_mask.sum(dim=(-1, -2))")
+# Torch's own look at whether each class is below `num_classes`; a line that takes a maximum itself is another matter.
+_ONE_HOT = re.compile(r"(min|max|aminmax) at (?!.*(min|max)\().*\bone_hot\([^()]*\bnum_classes=")
 
 
 def token_operations(subject: Subject) -> list[str]:
@@ -49,7 +52,8 @@ class _Watch(TorchDispatchMode):
         self._tokens, self._files = tokens, files
 
     def texts(self) -> list[str]:
-        return sorted(text for text in self.found if not any(known in text for known in _HARMLESS))
+        return sorted(text for text in self.found if not _ONE_HOT.match(text)
+                      and not any(known in text for known in _HARMLESS))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -63,9 +67,9 @@ class _Watch(TorchDispatchMode):
         inputs = [one for one in args if isinstance(one, torch.Tensor)]
         if not any(self._tokens in one.shape for one in inputs):
             return False
-        if name in _REDUCING:
-            outputs = result if isinstance(result, (tuple, list)) else (result,)
-            return not any(isinstance(one, torch.Tensor) and self._tokens in one.shape for one in outputs)
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        if not any(isinstance(one, torch.Tensor) and self._tokens in one.shape for one in outputs):
+            return name not in _MOVING
         if name in _ORDERING:
             place = 2 if name == "topk" else 1
             given = args[place] if len(args) > place else kwargs.get("dim", -1)
@@ -84,7 +88,7 @@ class _Watch(TorchDispatchMode):
         while frame is not None:
             file = frame.f_code.co_filename
             if file in self._files or "transformers/integrations/" in file or "modeling_rope_utils" in file:
-                line = linecache.getline(file, frame.f_lineno).strip()[:90]
+                line = linecache.getline(file, frame.f_lineno).strip()[:120]
                 return f"{'/'.join(file.split('/')[-2:])}, {frame.f_code.co_name}: {line}"
             frame = frame.f_back
         return "an unknown place"
