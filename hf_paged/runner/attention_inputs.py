@@ -139,14 +139,10 @@ class AttentionInputs:
     def tile_queue(self) -> TileQueue:
         return TileQueue(torch.zeros(2, dtype=torch.int32, device=self.spec.device))
 
-    def may_queue(self) -> bool:
-        """Return whether tiles of prompts may be taken from a queue."""
-        # Not with windows: the cost of tiles differs from layer to layer, and one decision holds for all layers.
-        return self.backend.has_queue and not self._has_windows
-
     def wants_queue(self, plan: StepPlan) -> bool:
         """Return whether programs take the tiles of the step's prompts from a queue, if no prefix is shared."""
-        if not self.may_queue():
+        # Not with windows: the cost of tiles differs from layer to layer, and one decision holds for all layers.
+        if not self.backend.has_queue or self._has_windows:
             return False
         rows = slice(plan.num_decode_rows, None)
         num_new = plan.num_new_tokens[rows]

@@ -62,8 +62,6 @@ def rows_with(steps: PaddedSteps, stages: frozenset[str], scored: tuple[str, ...
 def _of_other_kinds(steps: PaddedSteps, decode_sizes: list[int],
                     prompt_sizes: list[int]) -> Iterator[Callable[[], object]]:
     """Yield steps of any request that run other kernels than the steps of their size."""
-    if prompt_sizes and steps.attention.may_queue():
-        yield partial(steps.run_padding_tokens, prompt_sizes[0], queued=True)
     shares = max(decode_sizes, default=0) > 1
     if shares:
         yield partial(steps.run_padding_rows, max(decode_sizes), shared=True)

@@ -46,20 +46,15 @@ def test_rows_that_share_a_prefix_or_name_an_adapter_come_too(steps):
             run()
 
 
-@pytest.mark.parametrize("may_queue", [False, True])
-def test_what_comes_begins_with_a_row_and_has_every_kernel_of_prompts(steps, monkeypatch, may_queue):
-    """The one that takes tiles from a queue is another than the one that is dealt them."""
-    monkeypatch.setattr(steps.attention.backend, "has_queue", may_queue)
+def test_what_comes_begins_with_a_row_and_few_tokens(steps):
+    """A queue of tiles needs no step of its own: it is no constant of the kernel."""
     coming = list(dry_runs(steps, 8, 64))
-    found = [(run.func.__name__, *run.args, run.keywords.get("queued")) for run in coming]
-    prompts = [("run_padding_tokens", 16, None), ("run_padding_tokens", 16, True)][: 1 + may_queue]
-    assert found[: len(prompts) + 1] == [("run_padding_rows", 1, None), *prompts]
-    assert [of for of in found if of[-1]] == prompts[1:]
+    assert [(run.func.__name__, *run.args) for run in coming[:2]] == [
+        ("run_padding_rows", 1), ("run_padding_tokens", 16)]
+    assert not any("queued" in run.keywords for run in coming)
     with torch.no_grad():
         for run in coming:
             run()
-    steps.attention.use_windows((None, 8))
-    assert not any(run.keywords.get("queued") for run in dry_runs(steps, 8, 64))
 
 
 def test_optional_features_come_last_and_by_themselves_and_together(steps):

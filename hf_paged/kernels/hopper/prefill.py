@@ -52,7 +52,6 @@ class HopperShape:
     has_window: bool
     has_softcap: bool
     has_sinks: bool
-    has_queue: bool
 
     @property
     def head_pad(self) -> int:
@@ -97,7 +96,8 @@ class _Rows(NamedTuple):
     seq_lens: Any
     block_table: Any
     slots: Any
-    queue: Any  # `TileQueue.counters`, or None
+    queue: Any  # `TileQueue.counters`, read where has_queue is not 0
+    has_queue: Any
     num_rows: Any
     num_items: Any  # at least the number of all tiles
     table_stride: Any
@@ -145,13 +145,10 @@ def _item(rows, turn, S: gl.constexpr):
     """What the program computes in its turn-th turn."""
     PROGRAMS: gl.constexpr = S.programs
     program = gl.program_id(0)
-    if S.has_queue:
-        item = program
-        if turn > 0:
-            item = PROGRAMS + gl.atomic_add(rows.queue, 1, sem="relaxed")  # any other empties L1
-    else:
-        # Dealt back and forth, so that every program gets long and short ones.
-        item = turn * PROGRAMS + gl.where(turn % 2 == 0, program, PROGRAMS - 1 - program)
+    # Dealt back and forth, so that every program gets long and short ones, or taken from the queue from turn 1 on.
+    item = turn * PROGRAMS + gl.where(turn % 2 == 0, program, PROGRAMS - 1 - program)
+    if (rows.has_queue != 0) & (turn > 0):
+        item = PROGRAMS + gl.atomic_add(rows.queue, 1, sem="relaxed")  # any other empties L1
     return item
 
 
@@ -268,7 +265,7 @@ def _load_keys(q, k_cache, rows, ring, handover, S: gl.constexpr):
         tiles += 1
         turn, row, token, position, left, bundle = _next_place(rows, turn, S)
         _announce(handover, tiles, row, token, position, left, bundle)
-    if S.has_queue:
+    if rows.has_queue != 0:
         _leave_queue(rows.queue, S)
 
 
@@ -545,10 +542,10 @@ def _ring(dtype: gl.constexpr, S: gl.constexpr):
 
 
 @noted
-@gluon.jit(do_not_specialize=["num_rows", "num_items", "table_stride", "window"],
+@gluon.jit(do_not_specialize=["has_queue", "num_rows", "num_items", "table_stride", "window"],
            do_not_specialize_on_alignment=["query_start", "seq_lens", "slots", "queue"])
 def _hopper_prefill_kernel(
-    q, k_cache, v_cache, out, query_start, seq_lens, block_table, slots, queue, sinks, num_rows, num_items,
+    q, k_cache, v_cache, out, query_start, seq_lens, block_table, slots, queue, has_queue, sinks, num_rows, num_items,
     table_stride, window, scale_log2, softcap_log2, S: gl.constexpr,
 ):
     dtype: gl.constexpr = out.dtype.element_ty
@@ -562,7 +559,8 @@ def _hopper_prefill_kernel(
                          _barriers(2, 3), _barriers(2, 1))
     fence_async_shared()
     barrier()
-    rows = _Rows(query_start, seq_lens, block_table, slots, queue, num_rows, num_items, table_stride, window)
+    rows = _Rows(query_start, seq_lens, block_table, slots, queue, has_queue, num_rows, num_items, table_stride,
+                 window)
     limits = (window, scale_log2, softcap_log2)
     gl.warp_specialize([
         (_consume, (out, sinks, keys, values, handover, limits, 0, S)),
@@ -607,12 +605,14 @@ def paged_attention_hopper(
         return out
     q, options = positively_scaled(q, options)
     config = config or _CONFIGS[max(64, next_power_of_2(head_dim))]
-    queue = meta.work.counters if isinstance(meta.work, TileQueue) else None
+    # Whether there is a queue is no constant of the kernel, which takes seconds to compile: its place is never empty.
+    has_queue = isinstance(meta.work, TileQueue)
+    queue = meta.work.counters if isinstance(meta.work, TileQueue) else meta.seq_lens
     shape = HopperShape(
         query_heads=num_heads, kv_heads=num_kv_heads, packed=packed_heads(num_heads // num_kv_heads),
         head_dim=head_dim, block_size=block_size, block_n=config.block_n, stages=config.stages,
         programs=num_multiprocessors(q.device), has_window=options.window is not None,
-        has_softcap=options.softcap is not None, has_sinks=options.sinks is not None, has_queue=queue is not None,
+        has_softcap=options.softcap is not None, has_sinks=options.sinks is not None,
     )
     box = gl.NVMMASharedLayout(128, 16, 3)
     sizes, strides = [_SLOTS, num_kv_heads, head_dim], [num_kv_heads * head_dim, head_dim, 1]
@@ -625,7 +625,7 @@ def paged_attention_hopper(
     with on_device_of(q):
         _hopper_prefill_kernel[(shape.programs,)](
             queries, keys, values, out, meta.query_start, meta.seq_lens, meta.block_table, meta.slots, queue,
-            options.sinks, num_rows, num_items, *score_numbers(meta, options), shape, num_warps=4,
+            int(has_queue), options.sinks, num_rows, num_items, *score_numbers(meta, options), shape, num_warps=4,
             maxnreg=168,
         )
     return out

@@ -18,11 +18,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from hf_paged.kernels.hopper.prefill import HopperShape, _hopper_prefill_kernel
 
 DEFAULTS = {"query_heads": 32, "kv_heads": 8, "packed": 4, "block_size": 16, "programs": 132, "has_window": False,
-            "has_softcap": False, "has_sinks": False, "has_queue": True}
+            "has_softcap": False, "has_sinks": False}
 POINTERS = {"out": "*bf16", "sinks": "*bf16", "query_start": "*i32", "seq_lens": "*i32", "block_table": "*i32",
             "slots": "*i32", "queue": "*i32"}
-NUMBERS = {"num_rows": "i32", "num_items": "i32", "table_stride": "i32", "window": "i32", "scale_log2": "fp32",
-           "softcap_log2": "fp32"}
+NUMBERS = {"has_queue": "i32", "num_rows": "i32", "num_items": "i32", "table_stride": "i32", "window": "i32",
+           "scale_log2": "fp32", "softcap_log2": "fp32"}
 
 
 def compiled(shape: HopperShape) -> Any:
@@ -31,8 +31,7 @@ def compiled(shape: HopperShape) -> Any:
 
     page = box(shape.page, 1)
     signature = {"q": box(shape.half, shape.packed), "k_cache": page, "v_cache": page, **POINTERS, **NUMBERS}
-    given = {"sinks": shape.has_sinks, "queue": shape.has_queue}
-    constants = {"S": shape} | {name: None for name, is_given in given.items() if not is_given}
+    constants = {"S": shape} | ({} if shape.has_sinks else {"sinks": None})
     names = _hopper_prefill_kernel.arg_names
     source = GluonASTSource(
         _hopper_prefill_kernel, {name: "constexpr" if name in constants else signature[name] for name in names},

@@ -117,7 +117,6 @@ def test_the_tensor_cores_run_on_while_others_compute():
     shapes = [
         {"head_dim": 64, "block_n": 128, "stages": 3}, {"head_dim": 128, "block_n": 128, "stages": 2},
         {"head_dim": 128, "block_n": 128, "stages": 2, "has_window": True, "has_softcap": True, "has_sinks": True},
-        {"head_dim": 128, "block_n": 128, "stages": 2, "has_queue": False},
         {"head_dim": 256, "block_n": 64, "stages": 2},
     ]
     script = Path(__file__).with_name("compile_prefill.py")
