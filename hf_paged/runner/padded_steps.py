@@ -171,8 +171,7 @@ class PaddedSteps:
         lines = torch.full((size,), -1, dtype=torch.int32, device=self._device)
         self.masked(shape, *undrawn, words, lines)
 
-    def run_padding_tokens(self, size: int, *, queued: bool = False, long: bool = False, shared: bool = False,
-                           named: bool = False) -> None:
+    def run_padding_tokens(self, size: int, *, long: bool = False, shared: bool = False, named: bool = False) -> None:
         """Sample prompts whose tokens are all padding; ``shared``: they read a prefix together."""
         prompts = self._prompt_rows(1, size)
         arrays, tiles = self._padding_prompts(size, prompts), None
@@ -182,7 +181,7 @@ class PaddedSteps:
             assert work.own_begin is not None
             arrays = *arrays[:2], work.items, work.rows, work.own_begin
             tiles = GroupedTiles(work.num_parts, work.kernel.config)
-        shape = StepShape("prompts", tokens=size, prompts=prompts, named=named, long=long, queued=queued, tiles=tiles)
+        shape = StepShape("prompts", tokens=size, prompts=prompts, named=named, long=long, tiles=tiles)
         self.run(shape, *self._sent(arrays))
 
     def padding_of(self, shape: StepShape) -> tuple[np.ndarray, ...] | None:

@@ -49,7 +49,7 @@ def main(backend: str) -> dict[str, object]:
                              max_model_len=256, max_num_batched_tokens=TOKENS, attention_backend=backend)
         runner.prepare()
         steps = PaddedSteps(executor, runner.cache, runner.state, runner.attention, TOKENS)
-        first = partial(steps.run_padding_tokens, 16, queued=False)
+        first = partial(steps.run_padding_tokens, 16)
         compiled_together(first, coming(steps))
         finish()
         behind = [name for name, *_ in compiled]
