@@ -20,6 +20,7 @@ from hf_paged.errors import Reason
 from hf_paged.guards.families import Family
 from hf_paged.guards.hints import DISAGREE
 from hf_paged.guards.original_classes import SILU
+from hf_paged.guards.snapshot import experts_implementation
 from hf_paged.kernels._checks import Expected, check_tensors
 from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.build.compiling import is_dry
@@ -405,7 +406,7 @@ class FusedExecutor(FamilyExecutor):
     def _mlp_constants(self, mlp: Any) -> Any:
         if not has_experts(mlp):
             return type(mlp.act_fn).__qualname__
-        implementation = self.model.config._experts_implementation
+        implementation = experts_implementation(self.model.config)
         return implementation, type(mlp.experts.act_fn).__qualname__, *map(plain_values, (mlp.gate, mlp.experts))
 
     def _collect_parts(self) -> list[LayerParts]:
