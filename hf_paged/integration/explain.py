@@ -187,7 +187,7 @@ def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "
     layers, proof, attention, other, memory = "stock", None, None, None, None
     if make is not None and unsupported_class(model) is None:
         executor = make(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels,
-                        one_launch=config.one_launch)
+                        one_launch=config.one_launch, fused_experts=config.fused_experts)
         layers = "fused" if isinstance(executor, FusedExecutor) else "generic"
         if isinstance(executor, DerivedExecutor):
             proof = (f"stock's numbers in sequences of up to {executor.max_length():,} tokens and steps of up to "

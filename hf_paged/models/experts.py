@@ -17,7 +17,7 @@ from hf_paged.guards.original_classes import SILU
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.experts.down import down_unchecked
 from hf_paged.kernels.experts.gate_up import gate_up_unchecked
-from hf_paged.kernels.experts.join import ExpertOutputs
+from hf_paged.kernels.experts.join import ExpertOutputs, join_experts_unchecked
 from hf_paged.kernels.experts.route import (
     MAX_EXPERTS,
     MAX_ROWS,
@@ -29,6 +29,7 @@ from hf_paged.kernels.experts.route import (
     num_arrivals,
     route_unchecked,
 )
+from hf_paged.models.layer_ops import apply_module
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import ShardedExperts
 
@@ -99,6 +100,18 @@ class ExpertsParts(NamedTuple):
         return ExpertOutputs(down_unchecked(inner, self.down, routes), routes)
 
 
+def apply_experts(block: nn.Module, parts: ExpertsParts | None, hidden: torch.Tensor,
+                  lengths: torch.Tensor | None) -> tuple[torch.Tensor | ExpertOutputs, ParallelGroup]:
+    """Compute a block of experts on hidden [T, H]: [T, H], or products that are not added up yet.
+
+    Returns the ranks over which the result still has to be summed as well.
+    """
+    outputs = None if parts is None else parts.outputs(hidden, lengths)
+    if parts is None or outputs is None:
+        return apply_module(block, hidden), SINGLE
+    return (join_experts_unchecked(outputs), parts.ranks) if parts.ranks.is_parallel else (outputs, SINGLE)
+
+
 def new_arrivals(device: torch.device) -> torch.Tensor:
     """Return counters for `ExpertsParts.arrivals`."""
     return torch.zeros(num_arrivals(), dtype=torch.int32, device=device)
@@ -127,17 +140,17 @@ def read_experts(block: nn.Module, implementation: str | None, dtype: torch.dtyp
         return f"the config names the implementation {implementation!r} of experts"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"hidden states are {dtype}, and the kernels take float16 and bfloat16"
-    router = block._modules.get("gate") or block._modules.get("router")
-    if router is None or set(map(id, block.children())) != {id(router), id(block.experts)}:
+    router, experts = block._modules.get("gate") or block._modules.get("router"), block._modules["experts"]
+    if router is None or experts is None or len(list(block.children())) > 2:
         return "the block has other modules than a router and experts"
     read = _ROUTERS.get((type(router).__module__, type(router).__name__))
     if read is None:
         return f"the router is a {type(router).__name__}"
-    modules = (block, router, block.experts)
+    modules = (block, router, experts)
     if any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in modules):
         return "a module of the block has hooks or a forward of its own"
-    return _why_not_experts(block.experts, dtype) or _why_not_router(router, dtype) or _parts(
-        router, block.experts, read(router), arrivals)
+    return _why_not_experts(experts, dtype) or _why_not_router(router, dtype) or _parts(router, experts, read(router),
+                                                                                       arrivals)
 
 
 def _parts(router: Any, experts: Any, spec: RouterSpec, arrivals: torch.Tensor) -> ExpertsParts | str:
