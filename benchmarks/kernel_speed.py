@@ -281,7 +281,7 @@ def expert_rows(copy: float) -> Iterable[dict[str, Any]]:
                 block.experts.config._experts_implementation = implementation
             found[f"{implementation} us"] = graph_time([partial(stock, block) for block in blocks]) * 1e6
         pieces: dict[str, list[Callable[[], object]]] = {
-            "route": [partial(route, x, p.router, p.spec, arrivals) for p in known],
+            "route": [partial(route, x, p.router, p.rule, arrivals) for p in known],
             "gate_up": [partial(gate_up, x, p.gate_up, routes) for p in known],
             "down": [partial(down, inner, p.down, routes) for p in known],
             "join": [partial(join_experts_add_rms_norm, outputs, residual, norm, 1e-6)],

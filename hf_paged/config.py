@@ -66,8 +66,8 @@ class PagedConfig:
             kernel supports the model: dense Qwen3 and Llama models in bf16 with heads of 128 and merged weights,
             without LoRA. Until the kernel is compiled, and to the end of the requests that run then, steps run layer
             by layer, with other rounding: a first run may choose other tokens than later runs. False: layer by layer.
-        fused_experts: on NVIDIA GPUs compute experts of steps of up to 256 tokens by hf_paged's kernels, where they
-            support the model: Qwen3-MoE in bf16 or fp16. False: by transformers' modules, as all other experts.
+        fused_experts: on NVIDIA GPUs experts of up to 256 tokens by hf_paged's kernels (Qwen3-MoE in bf16 or fp16);
+            False: by transformers' modules.
         all_reduce: how several GPUs sum their partial results: "nccl"; "peers": by kernels that reach the other GPUs'
             memory over NVLink, an error if the kernels cannot; "auto": by these kernels where they work and are
             faster. Without effect for a model on one device.

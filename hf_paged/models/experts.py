@@ -5,7 +5,7 @@ The numbers are those of transformers' `batched_mm` and `grouped_mm`, with their
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from hf_paged.kernels.experts.route import (
     SIGMOID,
     SOFTMAX,
     TOPK_SOFTMAX,
-    RouterSpec,
+    RouterRule,
     RouterWeights,
     num_arrivals,
     route_unchecked,
@@ -34,28 +34,30 @@ from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import ShardedExperts
 
 _IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
+_EXPECTED = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_bias": False,
+             "has_post_expert_norm": False, "_is_expert_parallel": False}  # attributes of experts
 _MULTIPLE = 16  # of the sizes: rows of weights begin at multiples of 16 bytes
 
 
-def _softmax(router: Any) -> RouterSpec:
-    return RouterSpec(SOFTMAX, router.top_k, norm=router.norm_topk_prob)
+def _softmax(router: Any) -> RouterRule:
+    return RouterRule(SOFTMAX, router.top_k, norm=router.norm_topk_prob)
 
 
-def _softmax_in_float32(router: Any) -> RouterSpec:
-    return RouterSpec(SOFTMAX, router.top_k, norm=True, keeps_float32=True)
+def _softmax_in_float32(router: Any) -> RouterRule:
+    return RouterRule(SOFTMAX, router.top_k, norm=True, keeps_float32=True)
 
 
-def _topk_softmax(router: Any) -> RouterSpec:
-    return RouterSpec(TOPK_SOFTMAX, router.top_k)
+def _topk_softmax(router: Any) -> RouterRule:
+    return RouterRule(TOPK_SOFTMAX, router.top_k)
 
 
-def _sigmoid_in_groups(router: Any) -> RouterSpec:
-    return RouterSpec(SIGMOID, router.top_k, norm=router.norm_topk_prob, scaling=router.routed_scaling_factor,
+def _sigmoid_in_groups(router: Any) -> RouterRule:
+    return RouterRule(SIGMOID, router.top_k, norm=router.norm_topk_prob, scaling=router.routed_scaling_factor,
                       num_groups=router.num_group, topk_group=router.topk_group)
 
 
 # By module and class of a router: how its forward chooses experts.
-_ROUTERS: dict[tuple[str, str], Callable[[Any], RouterSpec]] = {
+_ROUTERS: dict[tuple[str, str], Callable[[Any], RouterRule]] = {
     (f"transformers.models.{package}.modeling_{package}", name): read for package, name, read in (
         ("qwen3_moe", "Qwen3MoeTopKRouter", _softmax), ("qwen2_moe", "Qwen2MoeTopKRouter", _softmax),
         ("olmoe", "OlmoeTopKRouter", _softmax), ("mixtral", "MixtralTopKRouter", _softmax_in_float32),
@@ -68,14 +70,14 @@ class ExpertsParts(NamedTuple):
     """What steps read of a block of experts.
 
     Attributes:
-        router, spec: weights of the router, and how it chooses.
+        router, rule: weights of the router, and how it chooses.
         gate_up, down: weights of the experts [E, 2 * I, H] and [E, H, I], or this rank's slices of I.
         ranks: over which the block's output is summed; `SINGLE` if there are no others.
         arrivals: counters of the router's kernel, which no two launches at the same time share.
     """
 
     router: RouterWeights
-    spec: RouterSpec
+    rule: RouterRule
     gate_up: torch.Tensor
     down: torch.Tensor
     ranks: ParallelGroup
@@ -83,7 +85,7 @@ class ExpertsParts(NamedTuple):
 
     def is_same(self, other: Any) -> bool:
         """Return whether a step computes the same with both."""
-        if not isinstance(other, ExpertsParts) or self.spec != other.spec:
+        if not isinstance(other, ExpertsParts) or self.rule != other.rule:
             return False
         mine, others = ((*one.router, one.gate_up, one.down, one.ranks, one.arrivals) for one in (self, other))
         return all(a is b for a, b in zip(mine, others, strict=True))
@@ -95,7 +97,7 @@ class ExpertsParts(NamedTuple):
         """
         if len(hidden) > MAX_ROWS:
             return None
-        routes = route_unchecked(hidden, self.router, self.spec, self.arrivals, lengths)
+        routes = route_unchecked(hidden, self.router, self.rule, self.arrivals, lengths)
         inner = gate_up_unchecked(hidden, self.gate_up, routes)
         return ExpertOutputs(down_unchecked(inner, self.down, routes), routes)
 
@@ -119,11 +121,8 @@ def new_arrivals(device: torch.device) -> torch.Tensor:
 
 def why_not_on(device: torch.device) -> str | None:
     """Return why a device does not run the kernels, or None."""
-    if triton is None:
-        return "Triton is not installed"
-    if (compute_capability(device) or (0, 0)) < (8, 0):
-        return "the kernels run on NVIDIA GPUs from compute capability 8.0 on"
-    return None
+    is_known = triton is not None and (compute_capability(device) or (0, 0)) >= (8, 0)
+    return None if is_known else "the kernels need Triton and an NVIDIA GPU of compute capability 8.0 or more"
 
 
 def read_experts(block: nn.Module, implementation: str | None, dtype: torch.dtype,
@@ -141,55 +140,46 @@ def read_experts(block: nn.Module, implementation: str | None, dtype: torch.dtyp
     if dtype not in (torch.float16, torch.bfloat16):
         return f"hidden states are {dtype}, and the kernels take float16 and bfloat16"
     router, experts = block._modules.get("gate") or block._modules.get("router"), block._modules["experts"]
-    if router is None or experts is None or len(list(block.children())) > 2:
-        return "the block has other modules than a router and experts"
     read = _ROUTERS.get((type(router).__module__, type(router).__name__))
-    if read is None:
+    if router is None or experts is None or read is None:
         return f"the router is a {type(router).__name__}"
     modules = (block, router, experts)
-    if any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in modules):
-        return "a module of the block has hooks or a forward of its own"
-    return _why_not_experts(experts, dtype) or _why_not_router(router, dtype) or _parts(router, experts, read(router),
-                                                                                       arrivals)
+    if len(list(block.children())) > 2 or any(
+            one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in modules):
+        return "the block of experts has hooks, or other modules than a router and experts"
+    rule = read(router)
+    found = next(_unlike(router, experts, rule, dtype), None)
+    return _parts(router, experts, rule, arrivals) if found is None else f"experts have {found}"
 
 
-def _parts(router: Any, experts: Any, spec: RouterSpec, arrivals: torch.Tensor) -> ExpertsParts | str:
-    num_experts, width = router.weight.shape
-    if num_experts > MAX_EXPERTS or spec.top_k > num_experts or num_experts % spec.num_groups:
-        return f"the router chooses {spec.top_k} of {num_experts} experts in {spec.num_groups} groups"
-    gate_up, down = experts.gate_up_proj, experts.down_proj
-    inner = down.shape[-1]
-    if gate_up.shape != (num_experts, 2 * inner, width) or down.shape != (num_experts, width, inner):
-        return f"weights of experts are {list(gate_up.shape)} and {list(down.shape)}"
-    if width % _MULTIPLE or inner % _MULTIPLE:
-        return f"sizes {width} and {inner} are no multiples of {_MULTIPLE}"
-    ranks = experts.group if isinstance(experts, ShardedExperts) else SINGLE
+def _parts(router: Any, experts: Any, rule: RouterRule, arrivals: torch.Tensor) -> ExpertsParts:
     weights = RouterWeights(router.weight, getattr(router, "bias", None),
                             getattr(router, "e_score_correction_bias", None))
-    return ExpertsParts(weights, spec, gate_up, down, ranks if ranks.is_parallel else SINGLE, arrivals)
+    ranks = experts.group if isinstance(experts, ShardedExperts) and experts.group.is_parallel else SINGLE
+    return ExpertsParts(weights, rule, experts.gate_up_proj, experts.down_proj, ranks, arrivals)
 
 
-def _why_not_experts(experts: Any, dtype: torch.dtype) -> str | None:
-    expected = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_bias": False,
-                "has_post_expert_norm": False, "_is_expert_parallel": False}
-    for name, value in expected.items():
+def _unlike(router: Any, experts: Any, rule: RouterRule, dtype: torch.dtype) -> Iterator[str]:
+    """Yield what the kernels do not take of a router and its experts."""
+    for name, value in _EXPECTED.items():
         if getattr(experts, name, None) is not value:
-            return f"experts have {name}={getattr(experts, name, None)!r}"
+            yield f"{name}={getattr(experts, name, None)!r}"
     if type(experts)._apply_gate is not moe._default_apply_gate or not isinstance(experts.act_fn, SILU):
-        return "experts have another activation than silu(gate) * up"
-    for name, parameter in experts._parameters.items():
-        if type(parameter) is not nn.Parameter or parameter.dtype != dtype or not parameter.is_contiguous():
-            return f"{name} is no plain contiguous parameter of {dtype}"
+        yield "another activation than silu(gate) * up"
     if set(experts._parameters) != {"gate_up_proj", "down_proj"}:
-        return "experts have other parameters than gate_up_proj and down_proj"
-    return None
-
-
-def _why_not_router(router: Any, dtype: torch.dtype) -> str | None:
-    for name, parameter in router._parameters.items():
-        if type(parameter) is not nn.Parameter or parameter.dtype != dtype or parameter.stride(-1) != 1:
-            return f"the router's {name} is no plain parameter of {dtype}"
+        yield "other parameters than gate_up_proj and down_proj"
+        return
+    for name, weight in (*router._parameters.items(), *experts._parameters.items()):
+        if type(weight) is not nn.Parameter or weight.dtype != dtype or not weight.is_contiguous():
+            yield f"in {name} no plain contiguous parameter of {dtype}"
     for name, buffer in router._buffers.items():
-        if buffer is not None and (buffer.dtype != torch.float32 or buffer.stride(-1) != 1):
-            return f"the router's {name} is {buffer.dtype}"
-    return None
+        if buffer is None or buffer.dtype != torch.float32 or not buffer.is_contiguous():
+            yield f"in {name} no buffer of float32"
+    (num_experts, width), gate_up, down = router.weight.shape, experts.gate_up_proj.shape, experts.down_proj.shape
+    inner = down[-1]
+    if gate_up != (num_experts, 2 * inner, width) or down != (num_experts, width, inner):
+        yield f"weights {list(gate_up)} and {list(down)}"
+    if num_experts > MAX_EXPERTS or rule.top_k > num_experts or num_experts % rule.num_groups:
+        yield f"a router that chooses {rule.top_k} of {num_experts}"
+    if width % _MULTIPLE or inner % _MULTIPLE:
+        yield f"sizes {width} and {inner}, of which one is no multiple of {_MULTIPLE}"

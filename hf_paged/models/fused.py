@@ -2,7 +2,7 @@
 
 Follows `Qwen3Model.forward`, `Qwen3DecoderLayer.forward` and `Qwen3Attention.forward` of transformers 5.17 to 5.24 and
 their like in the other families, rounding included. A projection that is not a plain layer (LoRA, quantized) is called
-as it stands, and so is a block of experts.
+as it stands, and so is a block of experts that `models/experts.py` does not take.
 """
 
 from __future__ import annotations
@@ -437,17 +437,24 @@ class FusedExecutor(FamilyExecutor):
         """Return the parts of a block of experts; None for other MLPs and for blocks that are called as they stand."""
         if not has_experts(mlp):
             return None
-        found = self._why_not_own_experts() or read_experts(
-            mlp, self.config._experts_implementation, self.kv_spec().compute_dtype, self._own_arrivals())
-        if isinstance(found, str):
-            if found != self._why_modules:
-                logger.info("hf_paged: experts run by transformers' modules: %s", found)
-            self._why_modules = found
-            return None
-        return found
+        found = self._read_experts(mlp, self.kv_spec().device)
+        if not isinstance(found, str):
+            return found
+        if found != self._why_modules:
+            logger.info("hf_paged: experts run by transformers' modules: %s", found)
+        self._why_modules = found
+        return None
 
-    def _why_not_own_experts(self) -> str | None:
-        return "fused_experts=False" if not self._wants_experts else why_not_on(self.kv_spec().device)
+    def _read_experts(self, mlp: Any, device: torch.device) -> ExpertsParts | str:
+        if not self._wants_experts:
+            return "fused_experts=False"
+        return why_not_on(device) or read_experts(mlp, self.config._experts_implementation,
+                                                  self.kv_spec().compute_dtype, self._own_arrivals())
+
+    def why_not_experts(self, device: torch.device) -> str | None:
+        """Return why experts would run by transformers' modules on a device; None if there are none, too."""
+        found = (self._read_experts(layer.mlp, device) for layer in self._layers() if has_experts(layer.mlp))
+        return next((why for why in found if isinstance(why, str)), None)
 
     def _own_arrivals(self) -> torch.Tensor:
         device = self.kv_spec().device

@@ -1,4 +1,4 @@
-"""On a GPU: blocks of experts by kernels beside transformers' own, graphs of them, and models that stay what they are."""
+"""On a GPU: blocks of experts by kernels beside transformers' own, graphs of them, and calls beside one another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import hf_paged
 from hf_paged.kernels.experts.down import down
 from hf_paged.kernels.experts.gate_up import gate_up
 from hf_paged.kernels.experts.join import ExpertOutputs, join_experts, join_experts_add_rms_norm
-from hf_paged.kernels.experts.route import RouterSpec, RouterWeights, Routes, num_arrivals, ordered, route
+from hf_paged.kernels.experts.route import RouterRule, RouterWeights, Routes, num_arrivals, ordered, route
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
 from hf_paged.models.experts import ExpertsParts, new_arrivals, read_experts
 
@@ -100,7 +100,7 @@ def test_experts_are_as_near_as_stocks(count, skewed):
 def test_blocks_choose_stocks_experts(count):
     """But where the logits of two experts, which bf16 rounds, are neighbours."""
     hidden, found = rows_of(count), parts()
-    routes = route(hidden, found.router, found.spec, found.arrivals)
+    routes = route(hidden, found.router, found.rule, found.arrivals)
     logits, scores, experts = block().gate(hidden)
     same = (routes.experts == experts).all(1)
     print(f"{count} rows: {1 - same.float().mean():.4f} have other experts")
@@ -112,7 +112,7 @@ def test_blocks_choose_stocks_experts(count):
     assert torch.equal(routes.order, order) and torch.equal(routes.groups, groups)
     assert not found.arrivals.any()
     for _ in range(20):  # whichever program arrives last
-        again = route(hidden, found.router, found.spec, found.arrivals)
+        again = route(hidden, found.router, found.rule, found.arrivals)
         assert all(torch.equal(a, b) for a, b in zip(routes, again, strict=True))
 
 
@@ -131,9 +131,9 @@ def test_blocks_beside_stocks(count):
 
 
 KINDS = [
-    (RouterSpec("softmax", 8, norm=True), 128), (RouterSpec("softmax", 10, norm=True, keeps_float32=True), 512),
-    (RouterSpec("topk_softmax", 4), 32), (RouterSpec("sigmoid", 8, norm=True, scaling=2.5), 160),
-    (RouterSpec("sigmoid", 8, norm=True, scaling=2.5, num_groups=8, topk_group=4), 256),
+    (RouterRule("softmax", 8, norm=True), 128), (RouterRule("softmax", 10, norm=True, keeps_float32=True), 512),
+    (RouterRule("topk_softmax", 4), 32), (RouterRule("sigmoid", 8, norm=True, scaling=2.5), 160),
+    (RouterRule("sigmoid", 8, norm=True, scaling=2.5, num_groups=8, topk_group=4), 256),
 ]
 
 

@@ -23,7 +23,9 @@ from hf_paged.kernels.experts.join import join_experts
 from hf_paged.kernels.experts.route import RouterWeights, route_reference
 from hf_paged.models import experts as module
 from hf_paged.models import fused
-from hf_paged.models.experts import ExpertsParts, new_arrivals, read_experts
+from hf_paged.models.experts import ExpertsParts, apply_experts, new_arrivals, read_experts
+from hf_paged.parallel.group import ParallelGroup
+from hf_paged.parallel.layers import shard_experts
 
 SHAPE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 48,
          "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -90,10 +92,10 @@ def test_blocks_are_stocks(name, rows):
 def test_routers_are_stocks(name, dtype):
     router = router_of(block_of(name, dtype))
     hidden = rows_of(50, dtype)
-    spec = module._ROUTERS[type(router).__module__, type(router).__name__](router)
+    rule = module._ROUTERS[type(router).__module__, type(router).__name__](router)
     weights = RouterWeights(router.weight, getattr(router, "bias", None),
                             getattr(router, "e_score_correction_bias", None))
-    found = route_reference(hidden, weights, spec)
+    found = route_reference(hidden, weights, rule)
     _, scores, experts = router(hidden)
     # Of the sigmoid router torch gives the best in any order, and equal ones in any.
     for mine, stock in zip((found.scores, found.experts), (scores, experts.int()), strict=True):
@@ -109,11 +111,11 @@ def test_routers_are_stocks(name, dtype):
 def test_of_equal_experts_the_first_are_chosen(name):
     """With the scores of stock, whose `topk` on a CPU takes others of them."""
     router, hidden = router_of(block_of(name, ties=True)), rows_of(30)
-    spec = module._ROUTERS[type(router).__module__, type(router).__name__](router)
+    rule = module._ROUTERS[type(router).__module__, type(router).__name__](router)
     bias = getattr(router, "bias", None)
     if bias is not None:
         bias.zero_()
-    found = route_reference(hidden, RouterWeights(router.weight, bias), spec)
+    found = route_reference(hidden, RouterWeights(router.weight, bias), rule)
     assert_equal(found.scores, router(hidden)[1])
     first = found.experts[:, :2]
     assert torch.equal(first[:, 1], first[:, 0] + 1) and not (first[:, 0] % 2).any()
@@ -129,6 +131,24 @@ def test_padding_rows_leave_the_others_as_they_are():
     joined = join_experts(outputs)
     assert_equal(joined[lengths > 0], block(hidden[None])[0][lengths > 0])
     assert not joined[lengths == 0].any()
+
+
+class Ranks(ParallelGroup):
+    """Ranks whose sums are left to the test."""
+
+    def all_reduce(self, tensor):
+        return tensor
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@torch.no_grad()
+def test_a_ranks_part_of_every_expert(rank):
+    block, hidden, ranks = block_of("qwen3-moe"), rows_of(9), Ranks(rank, 2)
+    shard_experts(block.experts, ranks, ((0, 32), (32, 48))[rank])
+    parts = parts_of(block)
+    found, summed_over = apply_experts(block, parts, hidden, None)
+    assert summed_over is ranks
+    assert_equal(found, block(hidden[None])[0])
 
 
 def test_more_rows_than_the_kernels_take():
@@ -153,17 +173,17 @@ def _strided(block):
 
 
 CHANGES = {
-    "has hooks": lambda block: block.gate.register_forward_hook(lambda *args: None),
-    "other modules than": lambda block: block.add_module("shared", nn.Linear(2, 2)),
+    "has hooks, or": lambda block: block.gate.register_forward_hook(lambda *args: None),
+    "or other modules than": lambda block: block.add_module("shared", nn.Linear(2, 2)),
     "another activation": lambda block: setattr(block.experts, "act_fn", nn.GELU()),
     "has_bias=True": lambda block: setattr(block.experts, "has_bias", True),
-    "gate_up_proj is no plain": lambda block: setattr(
+    "in gate_up_proj no plain": lambda block: setattr(
         block.experts, "gate_up_proj", nn.Parameter(torch.zeros(16, 96, 64))),
-    "down_proj is no plain": _strided,
-    "the router's weight is no plain": lambda block: setattr(block.gate, "weight", nn.Parameter(torch.zeros(16, 64))),
+    "in down_proj no plain": _strided,
+    "in weight no plain": lambda block: setattr(block.gate, "weight", nn.Parameter(torch.zeros(16, 64))),
     "other parameters than": lambda block: block.experts.register_parameter(
         "more", nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))),
-    "weights of experts are": lambda block: setattr(block.experts, "down_proj", nn.Parameter(
+    "weights [16, 96, 64] and [16, 64, 32]": lambda block: setattr(block.experts, "down_proj", nn.Parameter(
         torch.zeros(16, 64, 32, dtype=torch.bfloat16))),
     "the router is a Linear": lambda block: setattr(block, "gate", nn.Linear(64, 16)),
     "chooses 17 of 16": lambda block: setattr(block.gate, "top_k", 17),
@@ -235,7 +255,7 @@ def test_a_hook_between_two_steps_has_the_module_run(on_a_cpu):
 def test_why_modules_run_is_logged(caplog):
     caplog.set_level("INFO", "hf_paged")
     model = family_model("qwen3-moe")
-    for options, why in (({}, "run on NVIDIA GPUs"), ({"fused_experts": False}, "fused_experts=False")):
+    for options, why in (({}, "need Triton and an NVIDIA GPU"), ({"fused_experts": False}, "fused_experts=False")):
         hf_paged.enable(model, **options)
         model.generate(**batch([5]), max_new_tokens=1)
         hf_paged.disable(model)

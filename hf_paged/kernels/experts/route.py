@@ -31,7 +31,7 @@ _MOST_CHOICES = 8192  # of rows and experts that a program holds
 SOFTMAX, TOPK_SOFTMAX, SIGMOID = "softmax", "topk_softmax", "sigmoid"
 
 
-class RouterSpec(NamedTuple):
+class RouterRule(NamedTuple):
     """Numbers of a router. ``kind`` says how logits become scores:
 
     * "softmax": of all logits in float32, then the `top_k` largest; ``norm`` divides them by their sum.
@@ -77,16 +77,16 @@ class RouterWeights(NamedTuple):
     correction: torch.Tensor | None = None
 
 
-def _check(x: torch.Tensor, router: RouterWeights, spec: RouterSpec, arrivals: torch.Tensor,
+def _check(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arrivals: torch.Tensor,
            lengths: torch.Tensor | None = None) -> None:
     (num_rows, _), experts = x.shape, len(router.weight)
-    if spec.kind not in (SOFTMAX, TOPK_SOFTMAX, SIGMOID):
-        raise ValueError(f"kind={spec.kind!r}: expected 'softmax', 'topk_softmax' or 'sigmoid'")
-    if num_rows > MAX_ROWS or experts > MAX_EXPERTS or not 0 < spec.top_k <= experts:
-        raise ValueError(f"{num_rows} rows, {experts} experts, the best {spec.top_k}: expected at most {MAX_ROWS} rows "
+    if rule.kind not in (SOFTMAX, TOPK_SOFTMAX, SIGMOID):
+        raise ValueError(f"kind={rule.kind!r}: expected 'softmax', 'topk_softmax' or 'sigmoid'")
+    if num_rows > MAX_ROWS or experts > MAX_EXPERTS or not 0 < rule.top_k <= experts:
+        raise ValueError(f"{num_rows} rows, {experts} experts, the best {rule.top_k}: expected at most {MAX_ROWS} rows "
                          f"and {MAX_EXPERTS} experts")
-    if experts % spec.num_groups or not 0 < spec.topk_group <= spec.num_groups:
-        raise ValueError(f"{experts} experts in {spec.num_groups} groups, of which {spec.topk_group} are taken")
+    if experts % rule.num_groups or not 0 < rule.topk_group <= rule.num_groups:
+        raise ValueError(f"{experts} experts in {rule.num_groups} groups, of which {rule.topk_group} are taken")
     check_tensors(
         Expected("x", x, (None, None), None), Expected("weight", router.weight, (None, x.shape[1]), x.dtype),
         Expected("arrivals", arrivals, (None,), torch.int32, contiguous=True),
@@ -96,7 +96,7 @@ def _check(x: torch.Tensor, router: RouterWeights, spec: RouterSpec, arrivals: t
     )
 
 
-def route_unchecked(x: torch.Tensor, router: RouterWeights, spec: RouterSpec, arrivals: torch.Tensor,
+def route_unchecked(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arrivals: torch.Tensor,
                     lengths: torch.Tensor | None = None) -> Routes:
     """Choose experts for each row by a router.
 
@@ -105,7 +105,7 @@ def route_unchecked(x: torch.Tensor, router: RouterWeights, spec: RouterSpec, ar
     Args:
         x: ``[T, H]``, T at most `MAX_ROWS`; rows may be strided.
         router: weights in x's dtype, but for the correction.
-        spec: how the router chooses.
+        rule: how the router chooses.
         arrivals: at least `num_arrivals` int32, all 0, and 0 again afterwards; launches that may overlap need others.
         lengths: ``[T]`` int32, 0 for padding rows, to which no expert is given; None: there are none.
 
@@ -113,8 +113,8 @@ def route_unchecked(x: torch.Tensor, router: RouterWeights, spec: RouterSpec, ar
         ValueError: from the checked op, for tensors or numbers that are not as above.
     """
     if x.is_cuda:
-        return route_triton(x, router, spec, arrivals, lengths)
-    return route_reference(x, router, spec, arrivals, lengths)
+        return route_triton(x, router, rule, arrivals, lengths)
+    return route_reference(x, router, rule, arrivals, lengths)
 
 
 route = checked(_check, route_unchecked)
@@ -125,37 +125,37 @@ def num_arrivals() -> int:
     return 1 + MAX_ROWS // 16
 
 
-def route_reference(x: torch.Tensor, router: RouterWeights, spec: RouterSpec, arrivals: torch.Tensor | None = None,
+def route_reference(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arrivals: torch.Tensor | None = None,
                     lengths: torch.Tensor | None = None) -> Routes:
     """:func:`route` in plain torch."""
-    scores, experts = _choose(x, router, spec)
+    scores, experts = _choose(x, router, rule)
     if lengths is not None:
         experts = experts.masked_fill((lengths == 0)[:, None], -1)
     return Routes(scores, experts.int(), *ordered(experts, len(router.weight)))
 
 
-def _choose(x: torch.Tensor, router: RouterWeights, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    if spec.kind == SIGMOID:
+def _choose(x: torch.Tensor, router: RouterWeights, rule: RouterRule) -> tuple[torch.Tensor, torch.Tensor]:
+    if rule.kind == SIGMOID:
         scores = F.linear(x.float(), router.weight.float()).sigmoid()
         choice = scores if router.correction is None else scores + router.correction
-        if spec.num_groups > 1:
-            groups = choice.unflatten(1, (spec.num_groups, -1))
-            best = _top(groups.topk(2, dim=-1)[0].sum(-1), spec.topk_group)[1]
+        if rule.num_groups > 1:
+            groups = choice.unflatten(1, (rule.num_groups, -1))
+            best = _top(groups.topk(2, dim=-1)[0].sum(-1), rule.topk_group)[1]
             taken = torch.zeros_like(groups[..., 0]).scatter_(1, best, 1).bool()
             choice = groups.masked_fill(~taken[..., None], float("-inf")).flatten(1)
-        experts = _top(choice, spec.top_k)[1]
+        experts = _top(choice, rule.top_k)[1]
         top = scores.gather(1, experts)
-        if spec.norm:
+        if rule.norm:
             top = top / (top.sum(-1, keepdim=True) + 1e-20)
-        return top * spec.scaling, experts
+        return top * rule.scaling, experts
     logits = F.linear(x, router.weight, router.bias)
-    if spec.kind == TOPK_SOFTMAX:
-        top, experts = _top(logits, spec.top_k)
+    if rule.kind == TOPK_SOFTMAX:
+        top, experts = _top(logits, rule.top_k)
         return F.softmax(top, dim=1, dtype=top.dtype), experts
-    top, experts = _top(F.softmax(logits, dim=-1, dtype=torch.float32), spec.top_k)
-    if spec.norm:
+    top, experts = _top(F.softmax(logits, dim=-1, dtype=torch.float32), rule.top_k)
+    if rule.norm:
         top = top / top.sum(-1, keepdim=True)
-    return top if spec.keeps_float32 else top.to(logits.dtype), experts
+    return top if rule.keeps_float32 else top.to(logits.dtype), experts
 
 
 def _top(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -305,7 +305,7 @@ def _order_rows(experts, order, groups, num_rows, num_chunks, num_groups, E: tl.
         begins += tl.sum(is_chosen, 0)
 
 
-@jit(varying_ints=("num_rows",), varying_pointers=("lengths",))
+@jit(varying_ints=("num_rows", "num_groups"), varying_pointers=("lengths",))
 def _route_kernel(
     x, weight, bias, correction, lengths, partials, scores, experts, order, groups, arrivals, num_rows, num_groups,
     x_stride, weight_stride, scaling, WIDTH: tl.constexpr, KIND: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
@@ -354,16 +354,16 @@ def _route_kernel(
             _order_rows(experts, order, groups, num_rows, tl.num_programs(2), num_groups, E, E_PAD, K, ROWS)
 
 
-def route_triton(x: torch.Tensor, router: RouterWeights, spec: RouterSpec, arrivals: torch.Tensor,
+def route_triton(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arrivals: torch.Tensor,
                  lengths: torch.Tensor | None = None) -> Routes:
     """:func:`route` as one Triton launch."""
     require_triton()
     (num_rows, width), num_experts, device = x.shape, len(router.weight), x.device
-    pairs = num_rows * spec.top_k
-    dtype = torch.float32 if spec.keeps_float32 or spec.kind == SIGMOID else x.dtype
+    pairs = num_rows * rule.top_k
+    dtype = torch.float32 if rule.keeps_float32 or rule.kind == SIGMOID else x.dtype
     groups = min(num_experts, pairs)
-    found = Routes(torch.empty(num_rows, spec.top_k, dtype=dtype, device=device),
-                   torch.empty(num_rows, spec.top_k, dtype=torch.int32, device=device),
+    found = Routes(torch.empty(num_rows, rule.top_k, dtype=dtype, device=device),
+                   torch.empty(num_rows, rule.top_k, dtype=torch.int32, device=device),
                    torch.empty(pairs, dtype=torch.int32, device=device),
                    torch.empty(groups, 3, dtype=torch.int32, device=device))
     if num_rows == 0:
@@ -379,10 +379,10 @@ def route_triton(x: torch.Tensor, router: RouterWeights, spec: RouterSpec, arriv
     with on_device_of(x):
         _route_kernel[(cdiv(num_experts, 16), splits, cdiv(num_rows, rows))](
             x, router.weight, router.bias, router.correction, lengths, partials, *found, arrivals, num_rows, groups,
-            x.stride(0), router.weight.stride(0), spec.scaling, WIDTH=width, KIND=spec.kind, E=num_experts,
-            E_PAD=padded, K=spec.top_k, K_PAD=max(2, next_power_of_2(spec.top_k)), NORM=spec.norm,
+            x.stride(0), router.weight.stride(0), rule.scaling, WIDTH=width, KIND=rule.kind, E=num_experts,
+            E_PAD=padded, K=rule.top_k, K_PAD=max(2, next_power_of_2(rule.top_k)), NORM=rule.norm,
             HAS_BIAS=router.bias is not None, HAS_CORRECTION=router.correction is not None,
-            HAS_LENGTHS=lengths is not None, GROUPS=spec.num_groups, TOPK_GROUP=spec.topk_group, SPLITS=splits,
+            HAS_LENGTHS=lengths is not None, GROUPS=rule.num_groups, TOPK_GROUP=rule.topk_group, SPLITS=splits,
             K_PER_SPLIT=per_split, ROWS=rows, BLOCK_E=16, BLOCK_K=block_k, INTERPRETED=triton.knobs.runtime.interpret,
             num_warps=8 if rows * padded > 2048 else 4, num_stages=3, enable_fp_fusion=False,
             **prefetch_options(router.weight),

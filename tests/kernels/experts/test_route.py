@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_paged.kernels.experts.route import (
-    RouterSpec,
+    RouterRule,
     RouterWeights,
     num_arrivals,
     ordered,
@@ -16,23 +16,23 @@ from hf_paged.kernels.experts.route import (
 )
 
 KINDS = {
-    "softmax": RouterSpec("softmax", 4, norm=True),
-    "softmax without norm": RouterSpec("softmax", 3),
-    "softmax in float32": RouterSpec("softmax", 2, norm=True, keeps_float32=True),
-    "topk_softmax": RouterSpec("topk_softmax", 4),
-    "sigmoid": RouterSpec("sigmoid", 4, norm=True, scaling=2.5),
-    "sigmoid in groups": RouterSpec("sigmoid", 4, norm=True, scaling=1.5, num_groups=4, topk_group=2),
+    "softmax": RouterRule("softmax", 4, norm=True),
+    "softmax without norm": RouterRule("softmax", 3),
+    "softmax in float32": RouterRule("softmax", 2, norm=True, keeps_float32=True),
+    "topk_softmax": RouterRule("topk_softmax", 4),
+    "sigmoid": RouterRule("sigmoid", 4, norm=True, scaling=2.5),
+    "sigmoid in groups": RouterRule("sigmoid", 4, norm=True, scaling=1.5, num_groups=4, topk_group=2),
 }
 
 
-def make(seed, rows, experts, width, dtype, spec, device="cpu", ties=False):
+def make(seed, rows, experts, width, dtype, rule, device="cpu", ties=False):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=g)
     weight = torch.randn(experts, width, generator=g) * width**-0.5
     if ties:  # of several experts each
         weight = weight[torch.arange(experts) // 3]
-    bias = torch.randn(experts, generator=g) if spec.kind == "topk_softmax" and not ties else None
-    correction = torch.randn(experts, generator=g).abs() if spec.kind == "sigmoid" and not ties else None
+    bias = torch.randn(experts, generator=g) if rule.kind == "topk_softmax" and not ties else None
+    correction = torch.randn(experts, generator=g).abs() if rule.kind == "sigmoid" and not ties else None
     wide = torch.full((rows, width + 8), torch.nan)
     wide[:, :width] = x
     router = RouterWeights(weight.to(device, dtype), None if bias is None else bias.to(device, dtype),
@@ -57,14 +57,14 @@ def check_order(routes, num_experts):
 @pytest.mark.parametrize(("rows", "experts", "dtype"), [(1, 16, torch.float16), (20, 24, torch.float16),
                                                         (70, 8, torch.float32)])
 def test_kernel(kind, rows, experts, dtype):
-    spec = KINDS[kind]
-    x, router = make(rows, rows, experts, 144, dtype, spec)
+    rule = KINDS[kind]
+    x, router = make(rows, rows, experts, 144, dtype, rule)
     arrivals = torch.zeros(num_arrivals(), dtype=torch.int32)
     lengths = torch.ones(rows, dtype=torch.int32)
     lengths[1::3] = 0
     for given in (None, lengths):
-        found = route_triton(x, router, spec, arrivals, given)
-        expected = route_reference(x, router, spec, arrivals, given)
+        found = route_triton(x, router, rule, arrivals, given)
+        expected = route_reference(x, router, rule, arrivals, given)
         same = (found.experts == expected.experts).all(1)
         assert same.float().mean() >= 0.98  # products that are added up in another order
         assert found.scores.dtype == expected.scores.dtype
@@ -77,46 +77,46 @@ def test_kernel(kind, rows, experts, dtype):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("kind", KINDS)
 def test_ties_go_to_lower_numbers(kind):
-    spec = KINDS[kind]
-    x, router = make(3, 9, 12, 64, torch.float16, spec, ties=True)
+    rule = KINDS[kind]
+    x, router = make(3, 9, 12, 64, torch.float16, rule, ties=True)
     arrivals = torch.zeros(num_arrivals(), dtype=torch.int32)
-    found, expected = (run(x, router, spec, arrivals) for run in (route_triton, route_reference))
+    found, expected = (run(x, router, rule, arrivals) for run in (route_triton, route_reference))
     assert torch.equal(found.experts, expected.experts)
 
 
 @pytest.mark.interpreted
 def test_rows_of_nan_have_experts_within_bounds():
-    spec = KINDS["softmax"]
-    x, router = make(3, 4, 12, 64, torch.float16, spec)
+    rule = KINDS["softmax"]
+    x, router = make(3, 4, 12, 64, torch.float16, rule)
     x[1] = torch.nan
     arrivals = torch.zeros(num_arrivals(), dtype=torch.int32)
-    found = route_triton(x, router, spec, arrivals)
+    found = route_triton(x, router, rule, arrivals)
     assert ((found.experts >= 0) & (found.experts < 12)).all()
     others = torch.tensor([0, 2, 3])
-    assert torch.equal(found.experts[others], route_reference(x[others], router, spec).experts)
+    assert torch.equal(found.experts[others], route_reference(x[others], router, rule).experts)
 
 
 def test_padding_rows_have_no_experts():
-    spec = KINDS["softmax"]
-    x, router = make(3, 4, 12, 64, torch.float32, spec)
+    rule = KINDS["softmax"]
+    x, router = make(3, 4, 12, 64, torch.float32, rule)
     arrivals = torch.zeros(num_arrivals(), dtype=torch.int32)
-    found = route(x, router, spec, arrivals, torch.tensor([5, 0, 1, 0], dtype=torch.int32))
+    found = route(x, router, rule, arrivals, torch.tensor([5, 0, 1, 0], dtype=torch.int32))
     assert (found.experts[1::2] == -1).all()
     assert (found.experts[::2] >= 0).all()
     check_order(found, 12)
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"spec": RouterSpec("other", 2)}, "kind='other'"),
-    ({"spec": RouterSpec("softmax", 13)}, "the best 13"),
-    ({"spec": RouterSpec("sigmoid", 2, num_groups=5)}, "in 5 groups"),
+    ({"rule": RouterRule("other", 2)}, "kind='other'"),
+    ({"rule": RouterRule("softmax", 13)}, "the best 13"),
+    ({"rule": RouterRule("sigmoid", 2, num_groups=5)}, "in 5 groups"),
     ({"x": torch.zeros(300, 64)}, "300 rows"),
     ({"x": torch.zeros(4, 32)}, "weight"),
     ({"lengths": torch.zeros(4)}, "lengths"),
     ({"arrivals": torch.zeros(17)}, "arrivals"),
 ])
 def test_bad_arguments(change, message):
-    given = {"x": torch.zeros(4, 64), "router": RouterWeights(torch.zeros(12, 64)), "spec": KINDS["softmax"],
+    given = {"x": torch.zeros(4, 64), "router": RouterWeights(torch.zeros(12, 64)), "rule": KINDS["softmax"],
              "arrivals": torch.zeros(17, dtype=torch.int32), **change}
     with pytest.raises(ValueError, match=message):
         route(**given)
