@@ -24,7 +24,7 @@ from hf_paged.kernels._triton import (
 
 MAX_ROWS = 256
 MAX_EXPERTS = 512
-_MOST_CHUNK = 64  # rows that a program chooses experts for
+_FEW_ROWS = 64  # up to which a program chooses experts for 16 rows, beyond for 32
 _MOST_CHOICES = 8192  # of rows and experts that a program holds
 
 # By name of a router: (how experts are scored, whether the best are taken of the scores or of the logits).
@@ -217,12 +217,15 @@ def _in_best_groups(choice, expert, E: tl.constexpr, GROUPS: tl.constexpr, TOPK_
 
 @jit()
 def _choose_rows(
-    partials, bias, correction, lengths, scores, experts, row, num_rows, scaling, dtype: tl.constexpr,
+    partials, bias, correction, lengths, scores, experts, ranks, counts, row, num_rows, scaling, dtype: tl.constexpr,
     KIND: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, HAS_LENGTHS: tl.constexpr, GROUPS: tl.constexpr,
     TOPK_GROUP: tl.constexpr, SPLITS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """Write scores and experts of rows [ROWS], whose logits lie in parts [SPLITS, num_rows, E]."""
+    """Write scores and experts of rows [ROWS], whose logits lie in parts [SPLITS, num_rows, E].
+
+    Also the rank of each pair among these rows' pairs with its expert, and how many of them each expert has.
+    """
     expert, place = tl.arange(0, E_PAD), tl.arange(0, K_PAD)
     inside = (row < num_rows)[:, None] & (expert < E)[None, :]
     at = row.to(tl.int64)[:, None] * E + expert[None, :]
@@ -249,6 +252,7 @@ def _choose_rows(
 
     top = tl.zeros([row.shape[0], K_PAD], tl.float32)
     chosen = tl.zeros([row.shape[0], K_PAD], tl.int32)
+    is_chosen = tl.zeros(choice.shape, tl.int32)
     for j in tl.static_range(K):
         _, first = _first_of_largest(choice, expert, E)
         is_first = expert[None, :] == first[:, None]
@@ -256,6 +260,7 @@ def _choose_rows(
         top = tl.where((place == j)[None, :], value[:, None], top)
         chosen = tl.where((place == j)[None, :], first[:, None], chosen)
         choice = tl.where(is_first, float("-inf"), choice)
+        is_chosen = tl.where(is_first, 1, is_chosen)
     if KIND == "topk_softmax":
         top = _softmax(tl.where((place < K)[None, :], top, float("-inf")), INTERPRETED)
     if NORM:
@@ -265,54 +270,60 @@ def _choose_rows(
         top = tl.div_rn(top, total[:, None] + tl.zeros_like(top))
     if KIND == "sigmoid":
         top *= scaling
+    is_real = row < num_rows
     if HAS_LENGTHS:
         is_real = tl.load(lengths + row, mask=row < num_rows, other=0) > 0
         chosen = tl.where(is_real[:, None], chosen, -1)
+    is_chosen = tl.where(is_real[:, None], is_chosen, 0)
+    rank = tl.cumsum(is_chosen, 0) - is_chosen
+    ranked = tl.zeros_like(chosen)
+    for j in tl.static_range(K):
+        of_place = tl.sum(tl.where((place == j)[None, :], chosen, 0), 1)
+        of_pair = tl.sum(tl.where(expert[None, :] == of_place[:, None], rank, 0), 1)
+        ranked = tl.where((place == j)[None, :], of_pair[:, None], ranked)
     to = row[:, None] * K + place[None, :]
     mask = (row < num_rows)[:, None] & (place < K)[None, :]
     tl.store(scores + to, top.to(scores.dtype.element_ty), mask=mask)
     tl.store(experts + to, chosen, mask=mask)
+    tl.store(ranks + to, ranked, mask=mask)
+    tl.store(counts + expert, tl.sum(is_chosen, 0))
 
 
 @jit()
-def _order_rows(experts, order, groups, num_rows, num_chunks, num_groups, E: tl.constexpr, E_PAD: tl.constexpr,
-                K: tl.constexpr, ROWS: tl.constexpr):
-    """Write `Routes.order` and `Routes.groups` of experts [num_rows, K]."""
-    expert, index = tl.arange(0, E_PAD), tl.arange(0, ROWS)
-    counts = tl.zeros([E_PAD], tl.int32)
-    for chunk in range(num_chunks):
-        row = chunk * ROWS + index
-        for j in tl.static_range(K):
-            of_row = tl.load(experts + row * K + j, mask=row < num_rows, other=-1)
-            counts += tl.sum((of_row[:, None] == expert[None, :]).to(tl.int32), 0)
-    begins = tl.cumsum(counts, 0) - counts
-    is_hit = counts > 0
-    nth = tl.cumsum(is_hit.to(tl.int32), 0) - is_hit.to(tl.int32)
-    tl.store(groups + nth * 3, expert, mask=is_hit)
-    tl.store(groups + nth * 3 + 1, begins, mask=is_hit)
-    tl.store(groups + nth * 3 + 2, counts, mask=is_hit)
-    num_hit = tl.sum(is_hit.to(tl.int32), 0)
-    tl.store(groups + expert * 3, -1 + tl.zeros_like(expert), mask=(expert >= num_hit) & (expert < num_groups))
-    for chunk in range(num_chunks):
-        row = chunk * ROWS + index
-        places = tl.full([ROWS, E_PAD], -1, tl.int32)  # of each expert among the row's
-        for j in tl.static_range(K):
-            of_row = tl.load(experts + row * K + j, mask=row < num_rows, other=-1)
-            places = tl.where(of_row[:, None] == expert[None, :], j, places)
-        is_chosen = (places >= 0).to(tl.int32)
-        rank = tl.cumsum(is_chosen, 0) - is_chosen
-        tl.store(order + begins[None, :] + rank, row[:, None] * K + places, mask=places >= 0)
-        begins += tl.sum(is_chosen, 0)
+def _order_pairs(experts, ranks, counts, order, groups, num_rows, num_chunks, num_groups, E_PAD: tl.constexpr,
+                 K: tl.constexpr, ROWS: tl.constexpr, CHUNKS_PAD: tl.constexpr, TILE: tl.constexpr):
+    """Write `Routes.order` and `Routes.groups`, from what `_choose_rows` left of each chunk of rows."""
+    expert, chunk = tl.arange(0, E_PAD), tl.arange(0, CHUNKS_PAD)
+    at = counts + chunk[:, None] * E_PAD + expert[None, :]
+    of_chunk = tl.load(at, mask=(chunk < num_chunks)[:, None], other=0)
+    total = tl.sum(of_chunk, 0)
+    begin = tl.cumsum(total, 0) - total
+    # In place of its count: the first index of a chunk's pairs with an expert.
+    tl.store(at, begin[None, :] + tl.cumsum(of_chunk, 0) - of_chunk, mask=(chunk < num_chunks)[:, None])
+    is_hit = (total > 0).to(tl.int32)
+    nth = tl.cumsum(is_hit, 0) - is_hit
+    tl.store(groups + nth * 3, expert, mask=is_hit > 0)
+    tl.store(groups + nth * 3 + 1, begin, mask=is_hit > 0)
+    tl.store(groups + nth * 3 + 2, total, mask=is_hit > 0)
+    num_hit = tl.sum(is_hit, 0)
+    tl.store(groups + expert * 3, tl.full([E_PAD], -1, tl.int32), mask=(expert >= num_hit) & (expert < num_groups))
+    tl.debug_barrier()
+    for start in range(0, num_rows * K, TILE):
+        pair = start + tl.arange(0, TILE)
+        of_pair = tl.load(experts + pair, mask=pair < num_rows * K, other=-1)
+        rank = tl.load(ranks + pair, mask=pair < num_rows * K, other=0)
+        first = tl.load(counts + pair // (K * ROWS) * E_PAD + of_pair, mask=of_pair >= 0, other=0)
+        tl.store(order + first + rank, pair, mask=of_pair >= 0)
 
 
 @jit(varying_ints=("num_rows", "num_groups"), varying_pointers=("lengths",))
 def _route_kernel(
-    x, weight, bias, correction, lengths, partials, scores, experts, order, groups, arrivals, num_rows, num_groups,
-    x_stride, weight_stride, scaling, WIDTH: tl.constexpr, KIND: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    K: tl.constexpr, K_PAD: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, SPLITS: tl.constexpr,
-    K_PER_SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    x, weight, bias, correction, lengths, partials, ranks, counts, scores, experts, order, groups, arrivals, num_rows,
+    num_groups, x_stride, weight_stride, scaling, WIDTH: tl.constexpr, KIND: tl.constexpr, E: tl.constexpr,
+    E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr, HAS_LENGTHS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    SPLITS: tl.constexpr, K_PER_SPLIT: tl.constexpr, ROWS: tl.constexpr, CHUNKS_PAD: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """A program has the logits of BLOCK_E experts and ROWS rows over a part of the columns.
 
@@ -344,14 +355,15 @@ def _route_kernel(
     arrived = tl.atomic_add(arrivals + 1 + chunk, 1, sem="acq_rel")
     if arrived == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(arrivals + 1 + chunk, 0)
-        _choose_rows(partials, bias, correction, lengths, scores, experts, row, num_rows, scaling, x.dtype.element_ty,
-                     KIND, E, E_PAD, K, K_PAD, NORM, HAS_BIAS, HAS_CORRECTION, HAS_LENGTHS, GROUPS, TOPK_GROUP, SPLITS,
-                     INTERPRETED)
+        _choose_rows(partials, bias, correction, lengths, scores, experts, ranks, counts + chunk * E_PAD, row, num_rows,
+                     scaling, x.dtype.element_ty, KIND, E, E_PAD, K, K_PAD, NORM, HAS_BIAS, HAS_CORRECTION,
+                     HAS_LENGTHS, GROUPS, TOPK_GROUP, SPLITS, INTERPRETED)
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
         if arrived == tl.num_programs(2) - 1:
             tl.store(arrivals, 0)
-            _order_rows(experts, order, groups, num_rows, tl.num_programs(2), num_groups, E, E_PAD, K, ROWS)
+            _order_pairs(experts, ranks, counts, order, groups, num_rows, tl.num_programs(2), num_groups, E_PAD, K,
+                         ROWS, CHUNKS_PAD, TILE)
 
 
 def route_triton(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arrivals: torch.Tensor,
@@ -369,22 +381,25 @@ def route_triton(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arriv
     if num_rows == 0:
         return found
     padded = max(16, next_power_of_2(num_experts))
-    rows = max(16, min(_MOST_CHUNK, next_power_of_2(num_rows), _MOST_CHOICES // padded))
+    rows = 16 if num_rows <= _FEW_ROWS else max(16, min(32, _MOST_CHOICES // padded))
+    chunks = cdiv(num_rows, rows)
     block_k = min(128, max(16, next_power_of_2(width)))
     # Some 64 programs a chunk of rows, which read the weight together.
     splits = max(1, min(cdiv(width, block_k), 8 if rows == 16 else 4))
     per_split = cdiv(cdiv(width, splits), block_k) * block_k
     splits = cdiv(width, per_split)
     partials = torch.empty(splits, num_rows, num_experts, dtype=torch.float32, device=device)
+    ranks, counts = (torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, chunks * padded))
     with on_device_of(x):
-        _route_kernel[(cdiv(num_experts, 16), splits, cdiv(num_rows, rows))](
-            x, router.weight, router.bias, router.correction, lengths, partials, *found, arrivals, num_rows, groups,
-            x.stride(0), router.weight.stride(0), rule.scaling, WIDTH=width, KIND=rule.kind, E=num_experts,
-            E_PAD=padded, K=rule.top_k, K_PAD=max(2, next_power_of_2(rule.top_k)), NORM=rule.norm,
+        _route_kernel[(cdiv(num_experts, 16), splits, chunks)](
+            x, router.weight, router.bias, router.correction, lengths, partials, ranks, counts, *found, arrivals,
+            num_rows, groups, x.stride(0), router.weight.stride(0), rule.scaling, WIDTH=width, KIND=rule.kind,
+            E=num_experts, E_PAD=padded, K=rule.top_k, K_PAD=max(2, next_power_of_2(rule.top_k)), NORM=rule.norm,
             HAS_BIAS=router.bias is not None, HAS_CORRECTION=router.correction is not None,
             HAS_LENGTHS=lengths is not None, GROUPS=rule.num_groups, TOPK_GROUP=rule.topk_group, SPLITS=splits,
-            K_PER_SPLIT=per_split, ROWS=rows, BLOCK_E=16, BLOCK_K=block_k, INTERPRETED=triton.knobs.runtime.interpret,
-            num_warps=8 if rows * padded > 2048 else 4, num_stages=3, enable_fp_fusion=False,
-            **prefetch_options(router.weight),
+            K_PER_SPLIT=per_split, ROWS=rows, CHUNKS_PAD=next_power_of_2(chunks),
+            TILE=min(1024, next_power_of_2(pairs)), BLOCK_E=16, BLOCK_K=block_k,
+            INTERPRETED=triton.knobs.runtime.interpret, num_warps=4 if rows * padded <= 2048 else 8,
+            num_stages=3, enable_fp_fusion=False, **prefetch_options(router.weight),
         )
     return found
