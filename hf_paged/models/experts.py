@@ -34,8 +34,9 @@ from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import ShardedExperts
 
 _IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
+# Attributes of experts; transformers 5.17 has none of the kinds that later versions name by the last two.
 _EXPECTED = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_bias": False,
-             "has_post_expert_norm": False, "_is_expert_parallel": False}  # attributes of experts
+             "has_post_expert_norm": False, "_is_expert_parallel": False}
 _MULTIPLE = 16  # of the sizes: rows of weights begin at multiples of 16 bytes
 
 
@@ -162,8 +163,8 @@ def _parts(router: Any, experts: Any, rule: RouterRule, arrivals: torch.Tensor) 
 def _unlike(router: Any, experts: Any, rule: RouterRule, dtype: torch.dtype) -> Iterator[str]:
     """Yield what the kernels do not take of a router and its experts."""
     for name, value in _EXPECTED.items():
-        if getattr(experts, name, None) is not value:
-            yield f"{name}={getattr(experts, name, None)!r}"
+        if getattr(experts, name, False) is not value:
+            yield f"{name}={getattr(experts, name, False)!r}"
     if type(experts)._apply_gate is not moe._default_apply_gate or not isinstance(experts.act_fn, SILU):
         yield "another activation than silu(gate) * up"
     if set(experts._parameters) != {"gate_up_proj", "down_proj"}:
