@@ -1,6 +1,6 @@
-"""Compare the kernels with the card's limits: attention, fused ops, small products, sampling, checksum.
+"""Compare the kernels with the card's limits: attention, fused ops, small products, experts, sampling, checksum.
 
-    python benchmarks/kernel_speed.py [--out kernels.json] [--sweep]
+    python benchmarks/kernel_speed.py [--out kernels.json] [--only experts] [--sweep]
 
 On a GPU: TB/s of what has to be read and written against the bandwidth of a copy, TFLOP/s against a large GEMM, both
 measured in the same run, and FlashAttention-2 as torch ships it for the prefill rows. Times are medians of CUDA-graph
@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import triton
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from hf_paged.attention.backend import AttentionBackend
 from hf_paged.attention.plan_decode import plan_items
@@ -34,16 +36,22 @@ from hf_paged.attention.registry import paged_attention, resolve_backend
 from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, PagedMetadata
+from hf_paged.kernels.experts.down import down
+from hf_paged.kernels.experts.gate_up import gate_up
+from hf_paged.kernels.experts.join import join_experts_add_rms_norm
+from hf_paged.kernels.experts.route import route
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
 from hf_paged.kernels.layer.linear import linear
 from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store
 from hf_paged.kernels.layer.silu_mul import silu_mul
 from hf_paged.kernels.layer.store_kv import store_kv
 from hf_paged.kernels.weights_checksum import ChecksumPlan
+from hf_paged.models.experts import ExpertsParts, new_arrivals, read_experts
 from hf_paged.sampling.sample_tokens import sample_tokens
 from hf_paged.sampling.table import SamplingTable
 
 HEAD_DIM, KV_HEADS, BLOCK_SIZE = 128, 8, 16
+EXPERT_WIDTH, EXPERT_INNER = 2048, 768  # of Qwen3-30B-A3B
 L2_BYTES = 400 << 20
 
 # rows, tokens, query heads; what FlashAttention-3 (vLLM's build) and a probe reach on an H200, TB/s (PEERS.md).
@@ -238,6 +246,63 @@ def op_rows(copy: float) -> Iterable[dict[str, Any]]:
         yield _bandwidth_row(f"sample_tokens 256, {name}", 2 * 256 * vocab, calls, copy)
 
 
+def expert_rows(copy: float) -> Iterable[dict[str, Any]]:
+    """A block of experts of Qwen3-30B-A3B and the norm behind it, and by transformers' own modules; bytes are those of
+    the experts that some row chooses. Skewed: the n-th expert is about 1 / n as likely as the first (Zipf)."""
+    blocks = [_block_of_experts(seed) for seed in range(2)]
+    device = torch.device("cuda", torch.cuda.current_device())
+    arrivals, norm = new_arrivals(device), torch.ones(EXPERT_WIDTH, dtype=torch.bfloat16, device=device)
+    for name, rows in itertools.product(("uniform", "skewed"), (1, 8, 64, 256)):
+        skew = 8.0 if name == "skewed" else 0.0
+        x = torch.randn(rows, EXPERT_WIDTH, device=device)
+        x[:, 0] = skew  # the router's first column says how likely an expert is
+        x, residual = x.to(torch.bfloat16), torch.randn(rows, EXPERT_WIDTH, dtype=torch.bfloat16, device=device)
+        parts = [read_experts(block, "grouped_mm", torch.bfloat16, arrivals) for block in blocks]
+        known = [part for part in parts if isinstance(part, ExpertsParts)]
+        assert len(known) == len(blocks), parts
+
+        def own(part: ExpertsParts, x: torch.Tensor = x, residual: torch.Tensor = residual) -> object:
+            outputs = part.outputs(x, None)
+            assert outputs is not None
+            return join_experts_add_rms_norm(outputs, residual, norm, 1e-6)
+
+        def stock(block: Any, x: torch.Tensor = x, residual: torch.Tensor = residual) -> object:
+            return add_rms_norm(block(x[None])[0], residual, norm, 1e-6)
+
+        outputs = known[0].outputs(x, None)
+        assert outputs is not None
+        routes = outputs.routes
+        inner = gate_up(x, known[0].gate_up, routes)
+        hit = int((routes.groups[:, 0] >= 0).sum())
+        nbytes = hit * 3 * 2 * EXPERT_WIDTH * EXPERT_INNER
+        found = _bandwidth_row(f"experts {rows}, {name}, {hit} of 128", nbytes, [partial(own, p) for p in known], copy)
+        for implementation in ("grouped_mm", *(["batched_mm"] if rows <= 8 else [])):
+            for block in blocks:
+                block.experts.config._experts_implementation = implementation
+            found[f"{implementation} us"] = graph_time([partial(stock, block) for block in blocks]) * 1e6
+        pieces: dict[str, list[Callable[[], object]]] = {
+            "route": [partial(route, x, p.router, p.rule, arrivals) for p in known],
+            "gate_up": [partial(gate_up, x, p.gate_up, routes) for p in known],
+            "down": [partial(down, inner, p.down, routes) for p in known],
+            "join": [partial(join_experts_add_rms_norm, outputs, residual, norm, 1e-6)],
+        }
+        yield found | {f"{piece} us": graph_time(calls) * 1e6 for piece, calls in pieces.items()}
+
+
+def _block_of_experts(seed: int) -> Any:
+    config = Qwen3MoeConfig(hidden_size=EXPERT_WIDTH, moe_intermediate_size=EXPERT_INNER, num_experts=128,
+                            num_experts_per_tok=8, norm_topk_prob=True)
+    config._experts_implementation = "grouped_mm"
+    generator = torch.Generator("cuda").manual_seed(seed)
+    with torch.device("cuda"), torch.no_grad():
+        block = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16).eval()
+        for parameter in block.parameters():
+            parameter.requires_grad_(False).normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+        likely = torch.arange(1, 129, device="cuda").float().log().neg()
+        block.gate.weight[:, 0] = likely[torch.randperm(128, device="cuda")] / 8.0
+    return block
+
+
 def _bandwidth_row(name: str, nbytes: int, calls: list[Callable[[], object]], copy: float) -> dict[str, Any]:
     seconds = graph_time(calls)
     rate = nbytes / seconds / 1e12
@@ -313,6 +378,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     parser.add_argument("--sweep", action="store_true", help="try tile shapes and plans for decode (GPU, minutes)")
+    parser.add_argument("--only", choices=("decode", "prefill", "ops", "experts", "checksum"), help="only such rows")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
@@ -330,7 +396,10 @@ def main() -> None:
         report.update(ceilings())
         copy, gemm = report["copy_tb_s"], report["gemm_tflop_s"]
         print(f"copy {copy:.2f} TB/s, GEMM {gemm:.0f} TFLOP/s")
-        rows = itertools.chain(decode_rows(copy), prefill_rows(gemm), op_rows(copy), checksum_rows(copy))
+        kinds = {"decode": (decode_rows, copy), "prefill": (prefill_rows, gemm), "ops": (op_rows, copy),
+                 "experts": (expert_rows, copy), "checksum": (checksum_rows, copy)}
+        rows = itertools.chain.from_iterable(
+            run(ceiling) for kind, (run, ceiling) in kinds.items() if arguments.only in (None, kind))
     report["rows"] = [show(row) for row in rows]
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")

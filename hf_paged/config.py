@@ -66,6 +66,8 @@ class PagedConfig:
             kernel supports the model: dense Qwen3 and Llama models in bf16 with heads of 128 and merged weights,
             without LoRA. Until the kernel is compiled, and to the end of the requests that run then, steps run layer
             by layer, with other rounding: a first run may choose other tokens than later runs. False: layer by layer.
+        fused_experts: on NVIDIA GPUs experts of up to 256 tokens by hf_paged's kernels (Qwen3-MoE in bf16 or fp16);
+            False: by transformers' modules.
         all_reduce: how several GPUs sum their partial results: "nccl"; "peers": by kernels that reach the other GPUs'
             memory over NVLink, an error if the kernels cannot; "auto": by these kernels where they work and are
             faster. Without effect for a model on one device.
@@ -106,6 +108,7 @@ class PagedConfig:
     merge_weights: bool = True
     fused_kernels: bool = True
     one_launch: bool = True
+    fused_experts: bool = True
     all_reduce: str = "auto"
     on_weight_change: str = "recompute"
     gather_timeout: float = 600.0
@@ -136,7 +139,7 @@ class PagedConfig:
             raise ValueError(f"gpu_memory_utilization={share!r}: expected a number in (0, 1]")
         _require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
         for name in ("enable_prefix_caching", "group_prefixes", "enforce_eager", "strict", "merge_weights",
-                     "fused_kernels", "one_launch", "speculation"):
+                     "fused_kernels", "one_launch", "fused_experts", "speculation"):
             _require_one_of(self, name, (True, False))
         _require_one_of(self, "all_reduce", ALL_REDUCES)
         _require_one_of(self, "on_weight_change", ON_WEIGHT_CHANGE)

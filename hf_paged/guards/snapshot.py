@@ -35,8 +35,11 @@ ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtyp
 _CONTAINERS = (list, tuple, dict)
 # What stock's generate keeps of the images of a call: native steps are given positions, and do not read it.
 KEPT_BY_GENERATE = "rope_deltas"
+EXPERTS = "_experts_implementation_internal"  # the field of a config that names the implementation of experts
 # RoPE of the "longrope" type makes this tensor in its first forward, and reads it beyond the lengths that run natively.
 _NOT_WATCHED = ("long_inv_freq", KEPT_BY_GENERATE)
+# Implementations of experts that stock switches between within a call, before and after its prompts: they are one.
+_SWITCHED_BY_STOCK = frozenset({"grouped_mm", "batched_mm"})
 _MOST_MODULES = 100_000  # a module that contains itself is left to the full checks
 
 
@@ -64,6 +67,16 @@ class _Record:
 
     def __eq__(self, other: object) -> bool:
         return type(other) is self._kind and self._fields == vars(other)
+
+
+class _SwitchedByStock:
+    """Value that equals the implementations of experts that stock switches between."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is str and other in _SWITCHED_BY_STOCK
 
 
 class _Never:
@@ -130,6 +143,15 @@ class ModelSnapshot:
             if values != getter(namespace):
                 return False
         return all((config := ref()) is not None and frozen == vars(config) for ref, frozen in self._configs)
+
+
+def experts_implementation(config: PreTrainedConfig) -> str | None:
+    """Return the implementation of experts in a config, one name for all that stock switches between in a call.
+
+    On every device but a CPU stock's decoding loop takes "batched_mm" after the prompts in place of "grouped_mm".
+    """
+    name: str | None = config._experts_implementation
+    return "grouped_mm" if name in _SWITCHED_BY_STOCK else name
 
 
 def _walk(model: nn.Module, most: int) -> tuple[list[nn.Module], list[dict]] | None:
@@ -233,7 +255,10 @@ def _frozen_inside(value: Any) -> Any:
             return kind([_frozen(inner, inside=True) for inner in value])
     elif kind is dict and all(type(key) in ATOMS for key in value):
         with suppress(RecursionError):
-            return {key: _frozen(inner, inside=True) for key, inner in value.items()}
+            frozen = {key: _frozen(inner, inside=True) for key, inner in value.items()}
+            if (switched := _SwitchedByStock()) == value.get(EXPERTS):
+                frozen[EXPERTS] = switched
+            return frozen
     elif kind in (set, frozenset) and all(type(inner) in ATOMS for inner in value):
         return kind(value)
     return _Never()

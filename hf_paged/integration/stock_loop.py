@@ -7,7 +7,7 @@ together, finished rows get padding, scores are fp32, and torch samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -144,7 +144,10 @@ def paged_forwards(stock: Any) -> dict[str, Callable]:
             return cache.forward(kwargs["input_ids"], kwargs.get("logits_to_keep", 0))
         return forward_of(model_of(self))(*args, **kwargs)
 
-    return {"__call__": __call__}
+    if not is_method_of_mixin("_optimize_model_for_decode", getattr(stock, "_optimize_model_for_decode", None)):
+        return {"__call__": __call__}
+    # Stock's own sets another implementation of experts in the model's config, which steps of other calls would run.
+    return {"__call__": __call__, "_optimize_model_for_decode": lambda self: nullcontext()}
 
 
 def beam_search_method(stock: Any) -> Callable:

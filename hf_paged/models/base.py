@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_paged.attention.backend import AttentionBackend
-from hf_paged.kernels.attention.types import AttentionOptions, AttentionSpec, GroupedWork, PagedMetadata
+from hf_paged.kernels.attention.types import AttentionOptions, AttentionSpec, DecodeWork, GroupedWork, PagedMetadata
 
 Parts = list[tuple[int, int, PagedMetadata]]
 
@@ -135,6 +135,15 @@ class StepContext(NamedTuple):
         if isinstance(meta.work, GroupedWork):
             return None
         return meta.slots, meta.block_table
+
+    @property
+    def row_lengths(self) -> torch.Tensor | None:
+        """Length [T] int32 of each token's sequence in a step of decode rows, 0 for padding; None for other steps."""
+        if len(self.parts) != 1:
+            return None
+        meta = self.parts[0][2]
+        is_decode = isinstance(meta.work, (DecodeWork, GroupedWork)) and len(meta.seq_lens) == len(self.positions)
+        return meta.seq_lens if is_decode else None
 
     @property
     def wanted(self) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from hf_paged.guards.families import Family
 from hf_paged.guards.hints import DISAGREE, ONE_DTYPE, PUT_BACK, UNDO_REPLACEMENT
 from hf_paged.guards.original_classes import ELEMENTWISE, of_family
 from hf_paged.guards.original_code import OriginalCode
+from hf_paged.guards.snapshot import experts_implementation
 from hf_paged.models.base import AttentionMask, KVSpec
 from hf_paged.models.executor import ModelExecutor, plain_values
 from hf_paged.models.paged_calls import implementation_of
@@ -31,7 +32,7 @@ from hf_paged.parallel.layers import (
 # Fields of the config that forwards read while they run.
 CONFIG_CONSTANTS = (
     "num_hidden_layers", "num_attention_heads", "sliding_window", "layer_types", "final_logit_softcapping", "is_causal",
-    "use_bidirectional_attention", "_experts_implementation", "logits_scaling", "rope_parameters",
+    "use_bidirectional_attention", "logits_scaling", "rope_parameters",
 )
 _SHAPES = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
 _ACTIVATIONS = ("act_fn", "activation_fn")
@@ -144,7 +145,7 @@ class FamilyExecutor(ModelExecutor):
             for part in self._parts() if part.is_activation or part.expected is not None
         ]
         capped = self.family.beyond_sdpa, implementation_of(config) == "sdpa"
-        return [repr(getattr(config, name, None)) for name in CONFIG_CONSTANTS], capped, modules
+        return _read_in_forwards(config)[1:], capped, modules
 
     def why_not_constants(self) -> Reason | None:
         if not self._layers():
@@ -278,4 +279,5 @@ def _part(name: str, module: nn.Module, allowed: tuple[type, ...],
 
 
 def _read_in_forwards(config: Any) -> list[Any]:
-    return [implementation_of(config), *(repr(getattr(config, name, None)) for name in CONFIG_CONSTANTS)]
+    return [implementation_of(config), experts_implementation(config),
+            *(repr(getattr(config, name, None)) for name in CONFIG_CONSTANTS)]

@@ -2,7 +2,7 @@
 
 Follows `Qwen3Model.forward`, `Qwen3DecoderLayer.forward` and `Qwen3Attention.forward` of transformers 5.17 to 5.24 and
 their like in the other families, rounding included. A projection that is not a plain layer (LoRA, quantized) is called
-as it stands, and so is a block of experts.
+as it stands, and so is a block of experts that `models/experts.py` does not take.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from hf_paged.errors import Reason
 from hf_paged.guards.families import Family
 from hf_paged.guards.hints import DISAGREE
 from hf_paged.guards.original_classes import SILU
+from hf_paged.guards.snapshot import experts_implementation
 from hf_paged.kernels._checks import Expected, check_tensors
 from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.build.compiling import is_dry
+from hf_paged.kernels.experts.join import ExpertOutputs, join_experts_add_rms_norm_unchecked
 from hf_paged.kernels.hopper import decoder_layers_support
 from hf_paged.kernels.layer.linear import makes_parts
 from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache
@@ -31,8 +33,9 @@ from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_stor
 from hf_paged.models.base import KVSpec, StepContext
 from hf_paged.models.copied_weights import can_be_copied, copied_bytes
 from hf_paged.models.executor import plain_values
+from hf_paged.models.experts import ExpertsParts, apply_experts, new_arrivals, read_experts, why_not_on
 from hf_paged.models.family_executor import FamilyExecutor
-from hf_paged.models.layer_ops import FUSED, PLAIN, apply_head, apply_module, is_plain_linear
+from hf_paged.models.layer_ops import FUSED, PLAIN, apply_head, is_plain_linear
 from hf_paged.models.linears import HEAD, MLP_GROUP, QKV_GROUP, DecoderLinears, LinearView, has_experts
 from hf_paged.models.lora import is_loaded, is_patched, reads_tables
 from hf_paged.models.one_launch import OneLaunch, Rows, decoder_of, why_not
@@ -57,10 +60,11 @@ class LayerParts(NamedTuple):
     has_silu: bool
     gate_up: LinearView | None  # None: a block of experts, as for `down_proj`
     down_proj: LinearView | None
+    experts: ExpertsParts | None  # None: no experts, or a block that is called as it stands
 
     def is_same(self, other: LayerParts) -> bool:
         """Return whether a step computes the same with both."""
-        return all(one.is_same(two) if isinstance(one, LinearView) and isinstance(two, LinearView) else one == two
+        return all(one.is_same(two) if isinstance(one, (LinearView, ExpertsParts)) and two is not None else one == two
                    for one, two in zip(self, other, strict=True))
 
 
@@ -84,11 +88,14 @@ class FusedExecutor(FamilyExecutor):
     calls_modules = False
 
     def __init__(self, model: PreTrainedModel, *, family: Family, merge_weights: bool = True,
-                 fused_kernels: bool = True, one_launch: bool = True) -> None:
+                 fused_kernels: bool = True, one_launch: bool = True, fused_experts: bool = True) -> None:
         super().__init__(model, family=family)
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
         self._wants_one_launch = one_launch and fused_kernels
+        self._wants_experts = fused_experts and fused_kernels
+        self._arrivals: torch.Tensor | None = None  # of `ExpertsParts`
+        self._why_modules: str | None = None  # why the last block of experts without parts has none
         self._has_head_norms = "q_norm" in family.parts
         self._rope = RopeTable()
         self._linears = DecoderLinears()
@@ -301,12 +308,14 @@ class FusedExecutor(FamilyExecutor):
             if self._runs_modules:
                 return super().hidden_states(input_ids, step)
         rows = None if step.adapters is None else self._adapter_rows(step.adapters)
-        delta = apply_layer(decoder.embed_tokens, input_ids, rows)
-        if (normed_last := self._run_at_once(delta, step)) is not None:
+        embedded = apply_layer(decoder.embed_tokens, input_ids, rows)
+        if (normed_last := self._run_at_once(embedded, step)) is not None:
             return normed_last
         cos, sin, positions = ops.step_tables(cos, sin, step.positions)
         residual: torch.Tensor | None = None
+        delta: torch.Tensor | ExpertOutputs = embedded
         ranks = SINGLE  # over which delta still has to be summed
+        lengths = step.row_lengths if any(layer.experts is not None for layer in self._layer_parts) else None
         lora: Delta | None = None  # the LoRA update that still has to be added to delta
         wanted, narrow = step.wanted, narrow_layer(len(self._layer_parts))
         for i in self._different_layers() if is_dry() else range(len(self._layer_parts)):
@@ -327,7 +336,7 @@ class FusedExecutor(FamilyExecutor):
             delta, ranks, lora = layer.o_proj(mixed.flatten(1), rows)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm, lora)
             if layer.gate_up is None or layer.down_proj is None:
-                delta, ranks, lora = apply_module(layer.mlp, normed), SINGLE, None
+                (delta, ranks), lora = apply_experts(layer.mlp, layer.experts, normed, lengths), None
                 continue
             if layer.has_silu:
                 hidden, shrunk = layer.gate_up.silu_mul(normed, rows, layer.down_proj.lora)
@@ -353,10 +362,13 @@ class FusedExecutor(FamilyExecutor):
             alike.setdefault((shapes, are_merged, parts.options, parts.has_silu), []).append(i)
         return sorted({i for layers in alike.values() for i in (*layers[:2], layers[-1])})
 
-    def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None, norm: Any,
-                  lora: Delta | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _add_norm(self, delta: torch.Tensor | ExpertOutputs, ranks: ParallelGroup, residual: torch.Tensor | None,
+                  norm: Any, lora: Delta | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Add delta to the residual, and normalize; `lora`: what still has to be added to delta."""
         args = residual, norm.weight, norm.variance_epsilon
+        if isinstance(delta, ExpertOutputs):
+            assert residual is not None
+            return join_experts_add_rms_norm_unchecked(delta, residual, norm.weight, norm.variance_epsilon)
         if self._joins and delta.dim() == 3:
             return self._ops.add_rms_norm(delta, *args)
         if ranks is SINGLE:  # under autocast linear layers read the normed tensor, and cast it
@@ -405,7 +417,7 @@ class FusedExecutor(FamilyExecutor):
     def _mlp_constants(self, mlp: Any) -> Any:
         if not has_experts(mlp):
             return type(mlp.act_fn).__qualname__
-        implementation = self.model.config._experts_implementation
+        implementation = experts_implementation(self.model.config)
         return implementation, type(mlp.experts.act_fn).__qualname__, *map(plain_values, (mlp.gate, mlp.experts))
 
     def _collect_parts(self) -> list[LayerParts]:
@@ -416,10 +428,39 @@ class FusedExecutor(FamilyExecutor):
                 (layer.self_attn.q_norm, layer.self_attn.k_norm) if self._has_head_norms else None,
                 AttentionOptions(layer.self_attn.scaling, self._mask_window(i)), self._view(f"{i}.o_proj"),
                 layer.post_attention_layernorm, layer.mlp, isinstance(getattr(layer.mlp, "act_fn", None), SILU),
-                self._view(f"{i}{MLP_GROUP}"), self._view(f"{i}.down_proj"),
+                self._view(f"{i}{MLP_GROUP}"), self._view(f"{i}.down_proj"), self._experts_of(layer.mlp),
             )
             for i, layer in enumerate(self._layers())
         ]
+
+    def _experts_of(self, mlp: Any) -> ExpertsParts | None:
+        """Return the parts of a block of experts; None for other MLPs and for blocks that are called as they stand."""
+        if not has_experts(mlp):
+            return None
+        found = self._read_experts(mlp, self.kv_spec().device)
+        if not isinstance(found, str):
+            return found
+        if found != self._why_modules:
+            logger.info("hf_paged: experts run by transformers' modules: %s", found)
+        self._why_modules = found
+        return None
+
+    def _read_experts(self, mlp: Any, device: torch.device) -> ExpertsParts | str:
+        if not self._wants_experts:
+            return "fused_experts=False"
+        return why_not_on(device) or read_experts(mlp, self.config._experts_implementation,
+                                                  self.kv_spec().compute_dtype, self._own_arrivals())
+
+    def why_not_experts(self, device: torch.device) -> str | None:
+        """Return why experts would run by transformers' modules on a device; None if there are none, too."""
+        found = (self._read_experts(layer.mlp, device) for layer in self._layers() if has_experts(layer.mlp))
+        return next((why for why in found if isinstance(why, str)), None)
+
+    def _own_arrivals(self) -> torch.Tensor:
+        device = self.kv_spec().device
+        if self._arrivals is None or self._arrivals.device != device:
+            self._arrivals = new_arrivals(device)
+        return self._arrivals
 
     def _view(self, key: str) -> Any:
         return self._linears.view(key, self._ops, joins=self._joins)

@@ -16,6 +16,7 @@ from hf_paged.errors import Reason
 from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN, EVAL_MODE, ONE_DTYPE, UNDO_REPLACEMENT
 from hf_paged.guards.original_classes import of_model_class
 from hf_paged.guards.original_code import OriginalCode
+from hf_paged.guards.snapshot import EXPERTS, experts_implementation
 from hf_paged.models.base import AttentionMask, KVSpec, PoolShape, StateShape
 from hf_paged.models.derivation.rows_in_dtype import Precision
 from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights, plain_values
@@ -23,7 +24,7 @@ from hf_paged.models.paged_calls import implementation_of
 from hf_paged.parallel.layers import stock_class
 
 _NO_HEADS = (1, 1, 16)  # of queries, of keys, and their size, where no attention is called: backends need sizes
-_NOT_READ = ("_attn_implementation_internal", "use_cache")  # compared otherwise, and given by each step
+_NOT_READ = ("_attn_implementation_internal", EXPERTS, "use_cache")  # compared otherwise, and given by each step
 
 
 class AttentionLayout(NamedTuple):
@@ -255,7 +256,7 @@ def constants_of(model: PreTrainedModel, called: Collection[str]) -> tuple:
     modules = {path: module for path, module in modules_below(model, called) if path not in called}
     found = (vars(module).get("config") for module in (model, *modules.values()))
     configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
-    fields = [(type(config).__name__, implementation_of(config),
+    fields = [(type(config).__name__, implementation_of(config), experts_implementation(config),
                repr({name: value for name, value in vars(config).items() if name not in _NOT_READ}))
               for config in configs.values()]
     return fields, {path: plain_values(module) for path, module in modules.items()}

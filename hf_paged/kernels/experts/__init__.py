@@ -1,0 +1,1 @@
+"""The operations of a block of experts, one a file: reference, kernel, dispatch."""

@@ -1,0 +1,122 @@
+"""route: the experts that stock's routers choose, of equal ones the first, and the order of all pairs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_paged.kernels.experts.route import (
+    RouterRule,
+    RouterWeights,
+    num_arrivals,
+    ordered,
+    route,
+    route_reference,
+    route_triton,
+)
+
+KINDS = {
+    "softmax": RouterRule("softmax", 4, norm=True),
+    "softmax without norm": RouterRule("softmax", 3),
+    "softmax in float32": RouterRule("softmax", 2, norm=True, keeps_float32=True),
+    "topk_softmax": RouterRule("topk_softmax", 4),
+    "sigmoid": RouterRule("sigmoid", 4, norm=True, scaling=2.5),
+    "sigmoid in groups": RouterRule("sigmoid", 4, norm=True, scaling=1.5, num_groups=4, topk_group=2),
+}
+
+
+def make(seed, rows, experts, width, dtype, rule, device="cpu", ties=False):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=g)
+    weight = torch.randn(experts, width, generator=g) * width**-0.5
+    if ties:  # of several experts each
+        weight = weight[torch.arange(experts) // 3]
+    bias = torch.randn(experts, generator=g) if rule.kind == "topk_softmax" and not ties else None
+    correction = torch.randn(experts, generator=g).abs() if rule.kind == "sigmoid" and not ties else None
+    wide = torch.full((rows, width + 8), torch.nan)
+    wide[:, :width] = x
+    router = RouterWeights(weight.to(device, dtype), None if bias is None else bias.to(device, dtype),
+                           None if correction is None else correction.to(device))
+    return wide.to(device, dtype)[:, :width], router
+
+
+def check_order(routes, num_experts):
+    """Every pair with an expert is in the order once, in its expert's group, rows ascending."""
+    order, groups = ordered(routes.experts, num_experts)
+    assert torch.equal(routes.groups[:, 0], groups[:, 0])
+    hit = groups[:, 0] >= 0
+    assert torch.equal(routes.groups[hit], groups[hit])
+    count = int(groups[hit][:, 2].sum())
+    assert count == int((routes.experts >= 0).sum())
+    assert torch.equal(routes.order[:count], order[:count])
+
+
+@pytest.mark.interpreted
+@pytest.mark.usefixtures("guarded_outputs")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "experts", "dtype"), [(1, 16, torch.float16), (20, 24, torch.float16),
+                                                        (70, 8, torch.float32)])
+def test_kernel(kind, rows, experts, dtype):
+    rule = KINDS[kind]
+    x, router = make(rows, rows, experts, 144, dtype, rule)
+    arrivals = torch.zeros(num_arrivals(), dtype=torch.int32)
+    lengths = torch.ones(rows, dtype=torch.int32)
+    lengths[1::3] = 0
+    for given in (None, lengths):
+        found = route_triton(x, router, rule, arrivals, given)
+        expected = route_reference(x, router, rule, arrivals, given)
+        same = (found.experts == expected.experts).all(1)
+        assert same.float().mean() >= 0.98  # products that are added up in another order
+        assert found.scores.dtype == expected.scores.dtype
+        size = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-6}
+        torch.testing.assert_close(found.scores[same], expected.scores[same], **size)
+        check_order(found, experts)
+        assert not arrivals.any()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kind", KINDS)
+def test_ties_go_to_lower_numbers(kind):
+    rule = KINDS[kind]
+    x, router = make(3, 9, 12, 64, torch.float16, rule, ties=True)
+    arrivals = torch.zeros(num_arrivals(), dtype=torch.int32)
+    found, expected = (run(x, router, rule, arrivals) for run in (route_triton, route_reference))
+    assert torch.equal(found.experts, expected.experts)
+
+
+@pytest.mark.interpreted
+def test_rows_of_nan_have_experts_within_bounds():
+    rule = KINDS["softmax"]
+    x, router = make(3, 4, 12, 64, torch.float16, rule)
+    x[1] = torch.nan
+    arrivals = torch.zeros(num_arrivals(), dtype=torch.int32)
+    found = route_triton(x, router, rule, arrivals)
+    assert ((found.experts >= 0) & (found.experts < 12)).all()
+    others = torch.tensor([0, 2, 3])
+    assert torch.equal(found.experts[others], route_reference(x[others], router, rule).experts)
+
+
+def test_padding_rows_have_no_experts():
+    rule = KINDS["softmax"]
+    x, router = make(3, 4, 12, 64, torch.float32, rule)
+    arrivals = torch.zeros(num_arrivals(), dtype=torch.int32)
+    found = route(x, router, rule, arrivals, torch.tensor([5, 0, 1, 0], dtype=torch.int32))
+    assert (found.experts[1::2] == -1).all()
+    assert (found.experts[::2] >= 0).all()
+    check_order(found, 12)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"rule": RouterRule("other", 2)}, "kind='other'"),
+    ({"rule": RouterRule("softmax", 13)}, "the best 13"),
+    ({"rule": RouterRule("sigmoid", 2, num_groups=5)}, "in 5 groups"),
+    ({"x": torch.zeros(300, 64)}, "300 rows"),
+    ({"x": torch.zeros(4, 32)}, "weight"),
+    ({"lengths": torch.zeros(4)}, "lengths"),
+    ({"arrivals": torch.zeros(17)}, "arrivals"),
+])
+def test_bad_arguments(change, message):
+    given = {"x": torch.zeros(4, 64), "router": RouterWeights(torch.zeros(12, 64)), "rule": KINDS["softmax"],
+             "arrivals": torch.zeros(17, dtype=torch.int32), **change}
+    with pytest.raises(ValueError, match=message):
+        route(**given)
