@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import assert_native_parity, batch, stock_generate
+from support import assert_native_parity, batch, stock_copy, stock_generate
 from unlike_models import MODELS, unlike_model
 
 import hf_paged
 
 pytestmark = pytest.mark.gpu
+# In bf16 many of their tokens have two experts of nearly the same score, of which another one is no fault.
+UNDECIDED = ("llama4", "mimo-v2")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama4"])
+@pytest.mark.parametrize(("name", "dtype"), [
+    (name, dtype) for name in MODELS for dtype in (torch.float32, torch.bfloat16)
+    if dtype == torch.float32 or name not in UNDECIDED])
 def test_tokens_are_stocks(name, dtype):
-    assert_stocks(name, dtype)
-
-
-def test_chunks():
-    """float32: what turns the choice of an expert for one token in bf16 is no fault."""
-    assert_stocks("llama4", torch.float32)
-
-
-def assert_stocks(name, dtype):
     """With graphs, and over a pool that grew."""
     torch.backends.cuda.matmul.allow_tf32 = False
     model = hf_paged.enable(unlike_model(name).to("cuda", dtype), strict=True)
@@ -32,3 +26,23 @@ def assert_stocks(name, dtype):
         for _ in range(2):
             expected = stock_generate(model, **inputs, max_new_tokens=24) if dtype == torch.float32 else None
             assert_native_parity(model, expected, **inputs, max_new_tokens=24)
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_logits_are_as_near_as_stocks(name):
+    """To those of float32, for the tokens of a native call."""
+    model, device = unlike_model(name), "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(device, torch.bfloat16)
+    stock, exact = stock_copy(model), stock_copy(model).float()
+    hf_paged.enable(model, strict=True)
+    lengths, errors, stocks = [40, 3, 90, 33, 16, 8], [], []
+    inputs = {key: tensor.to(device) for key, tensor in batch(lengths).items()}
+    made = model.generate(**inputs, max_new_tokens=16, output_logits=True, return_dict_in_generate=True)
+    logits = torch.stack(made.logits, 1).float()
+    for row, length in enumerate(lengths):
+        tokens = made.sequences[row, max(lengths) - length :][None]
+        with torch.no_grad():
+            right, theirs = (one(tokens).logits[0, length - 1 : -1].float() for one in (exact, stock))
+        for found, into in ((logits[row], errors), (theirs, stocks)):
+            into += ((found - right).abs().amax(-1) / right.std(-1)).tolist()
+    assert sum(errors) < 1.3 * sum(stocks), (sum(errors), sum(stocks))

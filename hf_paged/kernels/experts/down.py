@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import after_previous_kernel, cdiv, jit, on_device_of, pdl_options, require_triton, tl
-from hf_paged.kernels.experts.gate_up import ExpertsConfig, check_routes
+from hf_paged.kernels.experts.gate_up import ExpertsConfig, check_routes, fastest_config
 from hf_paged.kernels.experts.route import Routes
 
 
@@ -101,11 +101,3 @@ def down_triton(hidden: torch.Tensor, weight: torch.Tensor, routes: Routes,
             num_stages=config.num_stages, **pdl_options(hidden),
         )
     return out
-
-
-def fastest_config(num_rows: int, top_k: int, num_experts: int) -> ExpertsConfig:
-    """Return the configuration for so many rows; not measured yet."""
-    mean = num_rows * top_k / num_experts
-    tile = 16 if mean <= 8 else 32 if mean <= 20 else 64
-    programs = 1 if num_rows <= tile else 2
-    return ExpertsConfig(tile, programs, 64 if num_rows * top_k <= 128 else 128, 64, 4, 4)

@@ -149,8 +149,10 @@ def gate_up_triton(x: torch.Tensor, weight: torch.Tensor, routes: Routes,
 
 
 def fastest_config(num_rows: int, top_k: int, num_experts: int) -> ExpertsConfig:
-    """Return the configuration for so many rows; not measured yet."""
+    """Return the configuration for so many rows, by times on an H100 at 1 to 256 rows of 8 of 128 experts."""
     mean = num_rows * top_k / num_experts
     tile = 16 if mean <= 8 else 32 if mean <= 20 else 64
     programs = 1 if num_rows <= tile else 2
-    return ExpertsConfig(tile, programs, 64 if num_rows * top_k <= 16 else 128, 64, 4, 4)
+    # Both operands of 64 rows in tiles of 128 columns would not fit into the shared memory of smaller GPUs.
+    block_k = 128 if tile < 64 else 64
+    return ExpertsConfig(tile, programs, 64, block_k, 4, 3 if num_rows == 1 else 4)
