@@ -106,9 +106,9 @@ MUTATIONS = [
     Mutation(POOL, "        if self.num_free != self.num_blocks - 1:\n            return False\n", "", (17,)),
     Mutation(POOL, "        self.cached.clear()\n", "", (17,)),
     Mutation(SCHEDULER, """            for slot in np.flatnonzero(table.draining & (table.in_flight == 0)).tolist():
-                self._release(slot)""", """            pass""", (18,)),
+                self._retire(slot)""", """            pass""", (18,)),
     Mutation(BOOK, """            if not self._table.in_flight[slot]:
-                self._release(slot)""", """            pass""", (18,)),
+                self._retire(slot)""", """            pass""", (18,)),
     Mutation(MANAGER, "self.block_pool.free([blocks[i] for i in reversed(seq.block_table)])",
              "self.block_pool.free([blocks[i] for i in reversed(seq.block_table[1:])])", (18,)),
     Mutation(MANAGER, "if not self.enable_prefix_caching or not seq.read_cache:\n",
