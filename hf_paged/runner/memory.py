@@ -20,7 +20,7 @@ from hf_paged.runner.kv_cache import KVReads, blocks_within, filled
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.padded_steps import PaddedSteps
 from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner
-from hf_paged.runner.recurrent.snapshots import SNAPSHOTS_SHARE, most_snapshots
+from hf_paged.runner.recurrent.saved_states import SNAPSHOTS_SHARE, most_snapshots
 from hf_paged.runner.recurrent.state_pool import config_for_states
 from hf_paged.runner.request_state import aligned, table_columns
 from hf_paged.runner.warm_up import WarmUp

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hf_paged.runner.model_runner import Computed, ModelRunner
-from hf_paged.runner.recurrent import snapshots
+from hf_paged.runner.recurrent import saved_states
 from hf_paged.runner.recurrent.state_pool import StatePool
 from hf_paged.scheduler import StepPlan
 from hf_paged.scheduler.snapshots import StateMoves
@@ -46,17 +46,17 @@ class RecurrentRunner(ModelRunner):
                 singles.clear()
 
         for move in moves.ended:
-            snapshots.save(self.cache, move)
+            saved_states.save(self.cache, move)
         for row in range(plan.num_decode_rows, len(plan.slots)):
             slot, start = int(plan.slots[row]), int(plan.start[row])
             end, saves = start + int(plan.num_new_tokens[row]), moves.saves.get(slot, [])
             if slot in moves.loads:
-                snapshots.load(self.cache, moves.loads[slot])
+                saved_states.load(self.cache, moves.loads[slot])
             if (start or plan.write_from[row]) and (saves or end - start > 1):
                 run_singles()  # this row may read keys and values of their tokens
             for move in saves:
                 run([row], np.array([start]), np.array([move.snapshot.position]))
-                snapshots.save(self.cache, move)
+                saved_states.save(self.cache, move)
                 start = move.snapshot.position
             if 0 < start == end - 1:
                 singles.append(row)

@@ -11,7 +11,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.models import KVSpec
 from hf_paged.models.base import StateKey
 from hf_paged.models.recurrent.view import StateView
-from hf_paged.runner.recurrent.snapshots import SavedStates
+from hf_paged.runner.recurrent.saved_states import SavedStates
 
 STATES_SHARE = 0.375  # of a memory budget, beside pages and snapshots
 

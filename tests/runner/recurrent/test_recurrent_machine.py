@@ -68,6 +68,10 @@ class RecurrentMachine(RuleBasedStateMachine):
         self.engine.add_request([1], GenerationConfig(max_new_tokens=1))
         while self.engine.has_unfinished():
             self.engine.step()
+        for layers in (*self.core.runner.cache.layers, self.core.runner.cache.states._tensors.values()):
+            for tensor in layers:
+                tensor.fill_(float("nan"))  # what no request has written is never read
+        self.core.scheduler.snapshots.clear()
         self.versions, self.open, self.done = {self.engine.stats().weights_version: 0}, [], []
 
     @property
@@ -249,5 +253,5 @@ def case(name, examples, steps):
 
 
 TestLfm2 = case("Lfm2", 4, 15)
-TestQwen3Next, TestNemotronH = (pytest.mark.slow(case(name, 12, 25)) for name in ("Qwen3Next", "NemotronH"))
-TestLfm2AtLength, TestJamba = (pytest.mark.slow(case(name, 12, 25)) for name in ("Lfm2", "Jamba"))
+TestQwen3Next, TestNemotronH = (pytest.mark.slow(case(name, 150, 30)) for name in ("Qwen3Next", "NemotronH"))
+TestLfm2AtLength, TestJamba = (pytest.mark.slow(case(name, 150, 30)) for name in ("Lfm2", "Jamba"))

@@ -23,7 +23,7 @@ from hf_paged.models import KVSpec
 from hf_paged.models.base import StateShape
 from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
 from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner
-from hf_paged.runner.recurrent.snapshots import most_snapshots
+from hf_paged.runner.recurrent.saved_states import most_snapshots
 from hf_paged.runner.recurrent.state_pool import config_for_states
 
 pytestmark = with_idiom

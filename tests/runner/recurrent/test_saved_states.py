@@ -90,6 +90,8 @@ def test_prompts_of_one_step_read_what_others_of_it_compute(model, overlap):
     """Block by block: keys and values of a prompt's last token, which lie in a shared block, come before their use."""
     prompts = [SYSTEM[:32], SYSTEM[:32] + [7], SYSTEM[:31], SYSTEM[:32], SYSTEM[:32] + OTHER, SYSTEM[:16]]
     with PagedGenerator(model, overlap=overlap) as generator:
+        answer(generator, QUESTION)
+        poison(generator)
         completions = generator.generate(prompts, max_new_tokens=NEW, do_sample=False)
         assert [one.num_cached_tokens for one in completions] == [0, 31, 0, 31, 32, 0]
         assert [one.token_ids for one in completions] == [greedy(model, prompt) for prompt in prompts]
@@ -121,11 +123,53 @@ def test_states_of_other_weights_are_never_hit(model, is_announced):
         assert [one.token_ids for one in both] == [greedy(model, OTHER)] * 2
 
 
+def test_weights_that_have_changed_are_not_trusted_again(model):
+    with PagedGenerator(model) as generator:
+        answer(generator, OTHER)
+        with generator.engine.weight_update():
+            for parameter in model.parameters():
+                parameter.data.mul_(0.9)
+        for _ in range(2):  # the second time the cache of the first is trusted
+            generator.engine.add_request(QUESTION, GREEDY)
+            generator.engine.step()
+            generator.engine.step()
+            request_id, made = generator.engine.add_request(OTHER, GREEDY), []
+            while generator.engine.has_unfinished():
+                made += [token for output in generator.engine.step() if output.request_id == request_id
+                         for token in output.new_token_ids]
+            assert made == greedy(model, OTHER)
+
+
+def test_states_that_go_on_under_new_weights_are_not_kept(model):
+    with PagedGenerator(model, on_weight_change="keep") as generator:
+        request_id = generator.engine.add_request(SYSTEM, GREEDY)
+        generator.engine.step()
+        with generator.engine.weight_update():
+            for parameter in model.parameters():
+                parameter.data.mul_(0.9)
+        while generator.engine.has_unfinished():
+            made = generator.engine.step()
+        completion, = (output.completion for output in made if output.request_id == request_id)
+        assert answer(generator, [*SYSTEM, *completion.token_ids, 1]) == 0
+
+
+def test_a_launch_that_raises_leaves_no_snapshot(model, monkeypatch):
+    with PagedGenerator(model) as generator:
+        answer(generator, SYSTEM[:32])
+        monkeypatch.setattr(generator.engine._core.runner, "_sample", None)
+        with pytest.raises(TypeError):
+            generator.generate([SYSTEM], max_new_tokens=NEW)
+        monkeypatch.undo()
+        poison(generator)
+        assert [answer(generator, SYSTEM) for _ in range(2)] == [31, 36]
+
+
 def test_a_reset_and_a_release_forget_all(model):
     with PagedGenerator(model) as generator:
         for forget in (generator.engine.reset_prefix_cache, generator.engine.release_memory):
             assert [answer(generator, SYSTEM) for _ in range(2)] == [0, 36]
             forget()
+            assert not generator.engine._core.scheduler or not len(generator.engine._core.scheduler.snapshots)
         assert answer(generator, SYSTEM) == 0
 
 
