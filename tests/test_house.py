@@ -30,7 +30,7 @@ MOST_VAGUE = {"nobody": 7, "somebody": 0, "whoever": 5, "told": 1, "asked": 7}
 
 # Words of pages: a page that grows by a remark with each change is not read. A new page needs a limit here.
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
-MOST_WORDS_OF_DOCS = 34_610
+MOST_WORDS_OF_DOCS = 35_000
 MOST_WORDS_OF_A_DESIGN_PAGE = 450
 MOST_WORDS = {
     "README.md": 700, "CONTRIBUTING.md": 1_500, "CHANGELOG.md": 1_000, "docs/adapters.md": 475, "docs/api.md": 5_050,

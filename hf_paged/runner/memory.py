@@ -58,7 +58,7 @@ def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig
 
 
 def config_for(config: PagedConfig, executor: ModelExecutor) -> PagedConfig:
-    """Return the config under which an executor's models run: with states, those that fit and can be kept."""
+    """Return the config under which an executor's models run: with states, as `config_for_states` says."""
     return config_for_states(config, executor.kv_spec(), CPU_KV_CACHE_BYTES) if executor.has_states else config
 
 

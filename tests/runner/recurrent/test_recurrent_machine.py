@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -152,10 +153,8 @@ class RecurrentMachine(RuleBasedStateMachine):
         """Behind the states of a step, or in front of them."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(*where, interrupt)
-            try:
+            with suppress(KeyboardInterrupt):
                 self.take(self.engine.step())
-            except KeyboardInterrupt:
-                pass
 
     @rule(forwards=st.integers(0, 2))
     def fail(self, forwards):
@@ -170,10 +169,8 @@ class RecurrentMachine(RuleBasedStateMachine):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RecurrentExecutor, "hidden_states", failing)
-            try:
+            with suppress(OSError):
                 self.take(self.engine.step())
-            except OSError:
-                pass
 
     @rule()
     def release(self):
