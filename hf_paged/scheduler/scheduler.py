@@ -609,10 +609,9 @@ class Scheduler:
         seq, computed = self._table.sequences[slot], int(self._table.scheduled[slot])
         assert seq is not None
         # The step in flight at an abort computed a token that is not known here.
-        if self.snapshots is not None and seq.finish_reason != "error" and computed <= self._table.known[slot]:
-            self.kv_cache_manager.publish(seq, self._table.tokens[slot], computed)
-            if seq.max_new_tokens:
-                self.snapshots.save_end(seq, self._table.tokens[slot], computed)
+        is_known = seq.finish_reason != "error" and computed <= self._table.known[slot]
+        if self.snapshots is not None and is_known and seq.max_new_tokens:
+            self.snapshots.save_end(seq, self._table.tokens[slot], computed)
         self._release(slot)
 
     def _fail(self, seq: Sequence) -> None:

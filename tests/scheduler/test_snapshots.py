@@ -94,13 +94,13 @@ def test_a_prompt_in_chunks_is_saved_in_the_chunk_that_computes_it():
 
 
 def test_a_sequence_whose_token_in_flight_is_dropped_is_not_saved(scheduler):
-    seq = add(scheduler, "a", PROMPT, max_new_tokens=9)
+    seq = add(scheduler, "a", PROMPT[:9], max_new_tokens=9)
     commit(scheduler, scheduler.schedule())
     plans = [scheduler.schedule(), scheduler.schedule()]
     scheduler.finish(seq, "abort")
     for plan in plans:
         commit(scheduler, plan)
-    assert sorted(places_of(scheduler)) == [9]
+    assert places_of(scheduler) == [8]
 
 
 def places_of(scheduler):
@@ -150,11 +150,20 @@ def test_prompts_shorter_than_a_block_hit_under_their_key_and_generation(schedul
 
 
 def test_states_of_several_weights_are_not_saved(scheduler):
-    seq = add(scheduler, "a", PROMPT[:3], max_new_tokens=6, keeps_computed=True)
+    seq = add(scheduler, "a", PROMPT[:2], max_new_tokens=2, keeps_computed=True)
     commit(scheduler, scheduler.schedule())
     scheduler.preempt_all(but_keepers=True)
     run(scheduler)
-    assert seq.num_output_tokens == 6 and places_of(scheduler) == [2]
+    assert seq.num_output_tokens == 2 and places_of(scheduler) == [1]
+
+
+def test_states_behind_blocks_with_invalid_logits_are_not_saved(scheduler):
+    for name in ("a", "b"):
+        add(scheduler, name, PROMPT[:8])
+    plan = scheduler.schedule()
+    scheduler.commit(plan, np.array([-1, 7]))
+    run(scheduler)
+    assert places_of(scheduler) == []
 
 
 def test_the_snapshot_used_longest_ago_makes_way():

@@ -250,5 +250,5 @@ def case(name, examples, steps):
 
 
 TestLfm2 = case("Lfm2", 4, 15)
-TestQwen3Next, TestNemotronH = (pytest.mark.slow(case(name, 150, 30)) for name in ("Qwen3Next", "NemotronH"))
-TestLfm2AtLength, TestJamba = (pytest.mark.slow(case(name, 150, 30)) for name in ("Lfm2", "Jamba"))
+TestQwen3Next, TestNemotronH = (pytest.mark.slow(case(name, 60, 30)) for name in ("Qwen3Next", "NemotronH"))
+TestLfm2AtLength, TestJamba = (pytest.mark.slow(case(name, 60, 30)) for name in ("Lfm2", "Jamba"))

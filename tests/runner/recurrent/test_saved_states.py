@@ -49,7 +49,7 @@ def poison(generator):
         tensor[free] = float("nan")
 
 
-@pytest.mark.parametrize("length", [17, 32, 33])
+@pytest.mark.parametrize("length", [17, 21, 32])
 def test_the_same_prompt_computes_its_last_token_alone(model, length):
     with PagedGenerator(model) as generator:
         prompt = SYSTEM[:length]
