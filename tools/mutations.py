@@ -21,6 +21,7 @@ POOL, MANAGER, BOOK = "block_pool.py", "kv_cache_manager.py", "scheduler.py"
 SCHEDULER, TABLE, QUEUE = "scheduler.py", "sequence.py", "sequence.py"
 PLAN, TREE, ROWS, GROUPS = "plan.py", "prefix_tree.py", "lockstep_rows.py", "prefix_tree.py"
 DRAFTS = "plan.py"
+STATES = "snapshots.py"
 
 MUTATIONS = [
     Mutation(POOL, "OrderedDict.fromkeys(self.blocks[1:])", "OrderedDict.fromkeys(self.blocks)", (1,)),
@@ -106,9 +107,9 @@ MUTATIONS = [
     Mutation(POOL, "        if self.num_free != self.num_blocks - 1:\n            return False\n", "", (17,)),
     Mutation(POOL, "        self.cached.clear()\n", "", (17,)),
     Mutation(SCHEDULER, """            for slot in np.flatnonzero(table.draining & (table.in_flight == 0)).tolist():
-                self._release(slot)""", """            pass""", (18,)),
+                self._retire(slot)""", """            pass""", (18,)),
     Mutation(BOOK, """            if not self._table.in_flight[slot]:
-                self._release(slot)""", """            pass""", (18,)),
+                self._retire(slot)""", """            pass""", (18,)),
     Mutation(MANAGER, "self.block_pool.free([blocks[i] for i in reversed(seq.block_table)])",
              "self.block_pool.free([blocks[i] for i in reversed(seq.block_table[1:])])", (18,)),
     Mutation(MANAGER, "if not self.enable_prefix_caching or not seq.read_cache:\n",
@@ -219,4 +220,21 @@ MUTATIONS = [
              tests="leave_prompts_room"),
     Mutation(TREE, 'b"".join((b"+", slots', 'b"".join((slots', tests="copies_are_not"),
     Mutation(GROUPS, "has_own = (copies > 1) & (end > shared)", "has_own = copies > 1", tests="rows_of_one_sequence"),
+    Mutation(POOL, "max(self.trusted_from, self._kept_from)", "self.trusted_from", tests="shorter_than_a_block"),
+    Mutation(STATES, 'seq.cache_key if prefix_id == ROOT_PREFIX_ID else b""', 'b""', tests="shorter_than_a_block"),
+    Mutation(STATES, "if has_own else", "if start % self._size else", tests="block_of_the_row_alone"),
+    Mutation(STATES, "else {shared, seq.num_tokens - 1}", "else {seq.num_tokens - 1}", tests="a_branch_is_saved"),
+    Mutation(STATES, "            self._kept.move_to_end(snapshot)\n            has", "            has",
+             tests="used_longest_ago"),
+    Mutation(STATES, "            if block.digest is None:\n                return None\n", "", tests="invalid_logits"),
+    Mutation(STATES, "if seq.is_mixed or not self.capacity:", "if not self.capacity:", tests="of_several_weights"),
+    Mutation(STATES, "and (snapshot.position == last or not self._whole_prompts)", "", tests="whole_prompts"),
+    Mutation(SCHEDULER, "                self.snapshots.drop(plan.states.saved())", "                pass",
+             tests="failed_launch"),
+    Mutation(SCHEDULER, ' and computed <= self._table.known[slot]', "", tests="in_flight_is_dropped"),
+    Mutation(SCHEDULER, "            if self.config.whole_prompts and prefills.sequences and num_tokens - num_hit > "
+             "prefills.room:\n                return\n", "", tests="whole_prompts"),
+    Mutation(SCHEDULER, """        if self.snapshots is not None:
+            self.snapshots.clear()
+        return True""", "        return True", tests="a_reset_drops"),
 ]

@@ -1453,6 +1453,16 @@ PROOFS = [
     PackageMutation(PROOF_STORE, "with turn(key):", "with contextlib.nullcontext():", STORE_TESTS, "come_at_once"),
 ]
 
+RECURRENT, SAVED_TESTS = "runner/recurrent/recurrent_runner.py", "runner/recurrent/test_saved_states.py"
+SAVED_STATES = [
+    PackageMutation(RECURRENT, "                run_singles()  # this row", "                pass  # this row",
+                    SAVED_TESTS, "of_one_step and Lfm2"),
+    PackageMutation("runner/recurrent/saved_states.py", "    if move.block_id != NULL_BLOCK_ID:\n        for tensor",
+                    "    if False:\n        for tensor", SAVED_TESTS, "the_same_prompt and Lfm2"),
+    PackageMutation("runner/recurrent/state_pool.py", "            tensor[slot] = states[key]\n", "            pass\n",
+                    SAVED_TESTS, "a_chat and Mamba2"),
+]
+
 PACKAGE_MUTATIONS = [
     mutation for name, some in list(globals().items()) if name.isupper() and isinstance(some, list) for mutation in some
 ]

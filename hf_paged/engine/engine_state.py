@@ -309,13 +309,15 @@ class EngineState:
                 self.pool.warm_up.get_ready(self.runner, is_full=True)
 
     def _new_scheduler(self, num_blocks: int) -> Scheduler:
+        runner = self.runner
         config = SchedulerConfig(
             block_size=self._config.block_size, num_blocks=num_blocks, max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens, max_model_len=self.pool.max_model_len,
             enable_prefix_caching=self._config.enable_prefix_caching, group_prefixes=self._config.group_prefixes,
+            num_snapshots=runner.num_snapshots, whole_prompts=runner.whole_prompts,
         )
         core = weakref.proxy(self)  # weak: this object holds the scheduler
-        return Scheduler(config, on_shortage=self.pool.grow, on_few_slots=self.runner.grow_slots,
+        return Scheduler(config, on_shortage=self.pool.grow, on_few_slots=runner.grow_slots,
                          on_stuck=lambda: core.joining.free_blocks_for(None) is not BlockShortage.NONE)
 
     def abandon(self) -> None:

@@ -20,6 +20,7 @@ from hf_paged.runner.kv_cache import KVReads, blocks_within, filled
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.padded_steps import PaddedSteps
 from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner
+from hf_paged.runner.recurrent.saved_states import SNAPSHOTS_SHARE, most_snapshots
 from hf_paged.runner.recurrent.state_pool import config_for_states
 from hf_paged.runner.request_state import aligned, table_columns
 from hf_paged.runner.warm_up import WarmUp
@@ -57,7 +58,7 @@ def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig
 
 
 def config_for(config: PagedConfig, executor: ModelExecutor) -> PagedConfig:
-    """Return the config under which an executor's models run: with states, without what would have to keep them."""
+    """Return the config under which an executor's models run: with states, as `config_for_states` says."""
     return config_for_states(config, executor.kv_spec(), CPU_KV_CACHE_BYTES) if executor.has_states else config
 
 
@@ -202,6 +203,8 @@ def largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
 
 def _cpu_num_blocks(spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
     left = CPU_KV_CACHE_BYTES - config.max_num_seqs * spec.state_bytes
+    if spec.states and config.enable_prefix_caching:
+        left -= int(CPU_KV_CACHE_BYTES * SNAPSHOTS_SHARE)
     # Blocks of a model without attention hold nothing, but for their place in the scheduler.
     return max(2, min(left // (spec.block_bytes(config.block_size) or NO_PAGES), _most_useful(config, max_model_len)))
 
@@ -269,7 +272,10 @@ class DevicePool:
             self.max_blocks = smallest(self.most_blocks)
             num_blocks = min(FIRST_POOL_BLOCKS, self.max_blocks)
         most = num_blocks if self._is_fixed or self._owns_device else most_blocks_ever(spec, config, self.max_model_len)
-        self.runner = (RecurrentRunner if spec.states else ModelRunner)(
+        kind: Callable[..., ModelRunner] = ModelRunner
+        if spec.states:
+            kind = partial(RecurrentRunner, num_snapshots=most_snapshots(spec, config.block_size, CPU_KV_CACHE_BYTES))
+        self.runner = kind(
             self._executor, spec, block_size=config.block_size, num_blocks=num_blocks,
             max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens, attention_backend=config.attention_backend,

@@ -60,6 +60,7 @@ class BlockPool:
         self.cached: dict[bytes, dict[int, KVBlock]] = {}  # digest -> block id -> block
         self.generation = 0
         self.trusted_from = 0  # oldest generation that `lookup` may return
+        self._kept_from = 0  # oldest generation that `drop_older` has not dropped
         # Rises by at least 1 per block that becomes free or cached, so a sequence's shortage falls by no more than it.
         self.num_gains = 0
         self._last_prefix_id = ROOT_PREFIX_ID
@@ -143,7 +144,12 @@ class BlockPool:
 
     def drop_older(self) -> None:
         """Remove every block of an older generation from the prefix cache; users keep their blocks."""
+        self._kept_from = self.generation
         self.unpublish([block for block in self.blocks if block.generation < self.generation])
+
+    def is_trusted(self, generation: int) -> bool:
+        """Return whether what was computed in this generation may be used."""
+        return generation >= max(self.trusted_from, self._kept_from)
 
     def has_untrusted(self, digest: bytes, content: bytes, parent_id: int) -> bool:
         """Return whether `lookup` would find a block of an older generation if `trust_older` had been called."""

@@ -13,6 +13,7 @@ import numpy as np
 from hf_paged.scheduler.block_pool import KVBlock
 from hf_paged.scheduler.prefix_tree import PrefixGroups, PrefixTree
 from hf_paged.scheduler.sequence import Sequence
+from hf_paged.scheduler.snapshots import StateMoves
 
 # Tokens by slot that may follow the last known token of the slot's sequence.
 Drafts = Mapping[int, Seq[int]]
@@ -32,6 +33,8 @@ class SchedulerConfig:
         max_num_batched_tokens: Tokens computed in one step, at least max_num_seqs so that no decode row waits.
         max_model_len: Maximum number of tokens of a sequence, prompt and output together.
         group_prefixes: If False, plans have neither `groups` nor `prompt_groups`.
+        num_snapshots: Of recurrent states, without which no cached block is read; None for a model without states.
+        whole_prompts: Prompts are not cut into chunks; one that exceeds a step's budget is the only one in its step.
 
     Raises:
         ValueError: If max_model_len is below 2.
@@ -44,6 +47,8 @@ class SchedulerConfig:
     max_model_len: int
     enable_prefix_caching: bool = True
     group_prefixes: bool = True
+    num_snapshots: int | None = None
+    whole_prompts: bool = False
 
     def __post_init__(self) -> None:
         if self.max_model_len < 2:
@@ -82,6 +87,7 @@ class StepPlan:
         drafts: int32; the guessed token at `start` of a decode row, or -1 if the token is known. A row with a guess
             follows the row of the same sequence at the position before, and counts if that row samples the guess.
             None if all tokens are known.
+        states: Copies of recurrent states; None if there are none.
     """
 
     sequences: list[Sequence]
@@ -99,6 +105,7 @@ class StepPlan:
     groups: PrefixGroups | None = None
     prompt_groups: PrefixGroups | None = None
     drafts: np.ndarray | None = None
+    states: StateMoves | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -154,7 +161,7 @@ class PrefillRows:
 
     def add(self, seq: Sequence, start: int, end: int, write_from: int, samples: bool) -> None:
         """Add one row: positions `start` to `end - 1` of a sequence."""
-        self.room -= end - start
+        self.room = max(0, self.room - (end - start))
         self.sequences.append(seq)
         self._rows.append((seq.slot, end - start, start, write_from, samples))
 

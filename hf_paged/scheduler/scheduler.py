@@ -23,6 +23,7 @@ from hf_paged.scheduler.plan import (
 )
 from hf_paged.scheduler.prefix_tree import PrefixTree
 from hf_paged.scheduler.sequence import RunningTable, Sequence, Status, WaitingQueue
+from hf_paged.scheduler.snapshots import SnapshotCache
 
 WAITING_REASONS = ("slots", "blocks", "step", "preempted", "kernels")
 _NONE = np.empty(0, np.int32)
@@ -52,6 +53,10 @@ class Scheduler:
         self.config = config
         self.kv_cache_manager = KVCacheManager(config)
         self.prefix_tree = PrefixTree(config.block_size, config.group_prefixes)
+        self.snapshots: SnapshotCache | None = None  # of recurrent states
+        if config.num_snapshots is not None and config.enable_prefix_caching:
+            self.snapshots = SnapshotCache(config.num_snapshots, self.kv_cache_manager.block_pool, config.block_size,
+                                           whole_prompts=config.whole_prompts)
         self.num_preemptions = 0  # for lack of blocks
         self._table = RunningTable(config.max_num_seqs)
         self._waiting = WaitingQueue()
@@ -122,6 +127,8 @@ class Scheduler:
         pool, table = self.kv_cache_manager.block_pool, self._table
         for plan in self._in_flight:
             pool.unpublish(plan.published)
+            if self.snapshots is not None and plan.states is not None:
+                self.snapshots.drop(plan.states.saved())
             for seq in plan.sequences:
                 seq.num_in_flight = 0
         self._in_flight.clear()
@@ -211,7 +218,11 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; returns False, without effect, while a block is in use."""
-        return self.kv_cache_manager.block_pool.reset()
+        if not self.kv_cache_manager.block_pool.reset():
+            return False
+        if self.snapshots is not None:
+            self.snapshots.clear()
+        return True
 
     def start_over(self) -> bool:
         """Drop cached prefixes and counts; returns False, without effect, if a sequence, plan or lent slot is left."""
@@ -319,16 +330,19 @@ class Scheduler:
             **rows._asdict(), sequences=sequences, num_decode_rows=n, admitted=prefills.admitted,
             block_updates=updates, tenancy=self._table.tenancy[rows.slots], published=prefills.published,
             prefix_tree=self.prefix_tree, groups=groups, prompt_groups=prompt_groups, drafts=drafts,
+            states=None if self.snapshots is None else self.snapshots.take_moves(),
         )
 
     def _add_chunk(self, seq: Sequence, prefills: PrefillRows) -> None:
         table, slot = self._table, seq.slot
         start, target = int(table.scheduled[slot]), int(table.target[slot])
-        count = min(target - start, prefills.room)
+        count = target - start if self.config.whole_prompts else min(target - start, prefills.room)
         end = start + count
         write_from = max(start, seq.num_published * self.config.block_size)
         table.scheduled[slot] = end
         prefills.published += self.kv_cache_manager.publish(seq, table.tokens[slot], end)
+        if self.snapshots is not None:
+            self.snapshots.save_chunk(seq, table.tokens[slot], start, end)
         done = end == target
         table.decoding[slot] = done and end + 1 < int(table.limit[slot])
         self._partial = None if done else seq
@@ -363,6 +377,12 @@ class Scheduler:
                     continue
                 return
             hits, num_hit = manager.get_computed_blocks(seq)
+            snapshot = None
+            if self.snapshots is not None:
+                snapshot = self.snapshots.find(seq, hits)
+                num_hit = 0 if snapshot is None else snapshot.position
+            if self.config.whole_prompts and prefills.sequences and num_tokens - num_hit > prefills.room:
+                return
             if manager.allocate_slots(seq, num_tokens, hits) is None:
                 missing = manager.shortage(seq, num_tokens, hits)
                 if self.ask_for_blocks(missing):
@@ -382,6 +402,8 @@ class Scheduler:
             capacity = len(seq.block_table) * self.config.block_size
             limit = min(self.config.max_model_len, seq.num_prompt_tokens + seq.max_new_tokens)
             self.prefix_tree.add(table.settle(seq, num_hit, capacity, limit), seq.block_table)
+            if self.snapshots is not None:
+                self.snapshots.admit(seq, hits, snapshot)
             prefills.admitted.append(seq)
             self._add_chunk(seq, prefills)
 
@@ -518,11 +540,13 @@ class Scheduler:
             assert seq is not None
             if reason == "error":
                 self.kv_cache_manager.unpublish(seq)  # later requests must not hit KV that led to invalid logits
+                if self.snapshots is not None:
+                    self.snapshots.clear()
             self._finish(seq, reason)
             finished.append(seq)
         if table.draining.any():
             for slot in np.flatnonzero(table.draining & (table.in_flight == 0)).tolist():
-                self._release(slot)
+                self._retire(slot)
         if late:
             rows = np.sort(np.concatenate([rows, np.array(late, rows.dtype)]))
         return CommitResult(rows, finished)
@@ -578,7 +602,17 @@ class Scheduler:
             self._table.decoding[slot] = False
             self._table.draining[slot] = True
             if not self._table.in_flight[slot]:
-                self._release(slot)
+                self._retire(slot)
+
+    def _retire(self, slot: int) -> None:
+        """Release a finished sequence whose steps have all been committed; a snapshot keeps its states."""
+        seq, computed = self._table.sequences[slot], int(self._table.scheduled[slot])
+        assert seq is not None
+        # The step in flight at an abort computed a token that is not known here.
+        is_known = seq.finish_reason != "error" and computed <= self._table.known[slot]
+        if self.snapshots is not None and is_known and seq.max_new_tokens:
+            self.snapshots.save_end(seq, self._table.tokens[slot], computed)
+        self._release(slot)
 
     def _fail(self, seq: Sequence) -> None:
         self._finish(seq, "error")

@@ -1,48 +1,75 @@
-"""Launches of steps of models with a recurrent state: a forward for each prompt, and one for all decode rows."""
+"""Launches of steps of models with a recurrent state: prompts one by one, and a forward of all rows of one token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from hf_paged.runner.model_runner import Computed, ModelRunner
+from hf_paged.runner.recurrent import saved_states
 from hf_paged.runner.recurrent.state_pool import StatePool
 from hf_paged.scheduler import StepPlan
+from hf_paged.scheduler.snapshots import StateMoves
 
 
 class RecurrentRunner(ModelRunner):
-    """A `ModelRunner` whose pool has states beside pages. Its steps run eagerly; no step may run twice."""
+    """A `ModelRunner` whose pool has states beside pages. Its steps run eagerly; no step may run twice.
 
-    def __init__(self, *args: Any, max_num_seqs: int, use_graphs: bool = False, **sizes: Any) -> None:
+    A prompt is computed up to each place where its states are saved. Its last token, if states precede it, joins the
+    decode rows behind the prompts.
+    """
+
+    def __init__(self, *args: Any, max_num_seqs: int, num_snapshots: int = 0, use_graphs: bool = False,
+                 **sizes: Any) -> None:
         super().__init__(*args, max_num_seqs=max_num_seqs, **sizes)
         self.cache.states = StatePool(self.spec, max_num_seqs)
+        self.num_snapshots, self.whole_prompts = num_snapshots, self.executor.whole_prompts
 
     def _hidden_states(self, plan: StepPlan, *, every_token: bool) -> Computed:
-        hidden = []
-        for part in forwards_of(plan):
-            rows = from_first_token(part) if self.executor.whole_prompts and not part.num_decode_rows else part
-            hidden.append(super()._hidden_states(rows, every_token=True).hidden[-part.num_tokens:])
+        moves = plan.states or StateMoves([], {}, {})
+        hidden: list[list[torch.Tensor]] = [[] for _ in plan.slots]
+        singles = list(range(plan.num_decode_rows))
+
+        def run(rows: list[int], start: np.ndarray, end: np.ndarray, *, are_singles: bool = False) -> None:
+            part = part_of(plan, rows, start, end, num_decode_rows=len(rows) if are_singles else 0)
+            computed = super(RecurrentRunner, self)._hidden_states(part, every_token=True).hidden
+            for row, tokens in zip(rows, computed.split((end - start).tolist()), strict=True):
+                hidden[row].append(tokens)
+
+        def run_singles() -> None:
+            if singles:
+                ends = plan.start[singles] + plan.num_new_tokens[singles]
+                run(singles, ends - 1, ends, are_singles=True)
+                singles.clear()
+
+        for move in moves.ended:
+            saved_states.save(self.cache, move)
+        for row in range(plan.num_decode_rows, len(plan.slots)):
+            slot, start = int(plan.slots[row]), int(plan.start[row])
+            end, saves = start + int(plan.num_new_tokens[row]), moves.saves.get(slot, [])
+            if slot in moves.loads:
+                saved_states.load(self.cache, moves.loads[slot])
+            if (start or plan.write_from[row]) and (saves or end - start > 1):
+                run_singles()  # this row may read keys and values of their tokens
+            for move in saves:
+                run([row], np.array([start]), np.array([move.snapshot.position]))
+                saved_states.save(self.cache, move)
+                start = move.snapshot.position
+            if 0 < start == end - 1:
+                singles.append(row)
+            elif start < end:
+                run([row], np.array([start]), np.array([end]))
+        run_singles()
         query_start = np.concatenate([[0], np.cumsum(plan.num_new_tokens)]).astype(np.int32)
-        return Computed(torch.cat(hidden), query_start, None)  # rows name no adapters
+        return Computed(torch.cat([tokens for row in hidden for tokens in row]), query_start, None)  # no row's adapters
 
 
-def from_first_token(plan: StepPlan) -> StepPlan:
-    """Return a plan that computes its rows' tokens, and again all that is in front of them."""
-    zero = np.zeros_like(plan.start)
-    return replace(plan, start=zero, write_from=zero, num_new_tokens=plan.start + plan.num_new_tokens)
-
-
-def forwards_of(plan: StepPlan) -> Iterator[StepPlan]:
-    """Yield a plan of the decode rows, each of which has one new token, and one of each other row, in order."""
-    bounds = [0, *range(plan.num_decode_rows, len(plan.slots) + 1)]
-    for first, end in pairwise(bounds):
-        if first < end:
-            rows = slice(first, end)
-            columns = {name: getattr(plan, name)[rows] for name in (
-                "sequences", "slots", "num_new_tokens", "start", "write_from", "samples", "tenancy")}
-            yield replace(plan, **columns, num_decode_rows=end if end <= plan.num_decode_rows else 0)
+def part_of(plan: StepPlan, rows: list[int], start: np.ndarray, end: np.ndarray, *, num_decode_rows: int) -> StepPlan:
+    """Return a plan that computes the tokens of some rows from `start` to `end`, both [len(rows)]."""
+    columns = {name: getattr(plan, name)[rows] for name in ("slots", "write_from", "samples", "tenancy")}
+    return replace(plan, **columns, sequences=[plan.sequences[row] for row in rows], start=start.astype(np.int32),
+                   num_new_tokens=(end - start).astype(np.int32), num_decode_rows=num_decode_rows, groups=None,
+                   prompt_groups=None)

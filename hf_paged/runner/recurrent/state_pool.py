@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from weakref import WeakSet
 
 import torch
 
@@ -10,8 +11,9 @@ from hf_paged.config import PagedConfig
 from hf_paged.models import KVSpec
 from hf_paged.models.base import StateKey
 from hf_paged.models.recurrent.view import StateView
+from hf_paged.runner.recurrent.saved_states import SavedStates
 
-STATES_SHARE = 0.5  # of a memory budget, beside pages
+STATES_SHARE = 0.375  # of a memory budget, beside pages and snapshots
 
 
 class StatePool:
@@ -26,21 +28,34 @@ class StatePool:
         self._tensors: dict[StateKey, torch.Tensor] = {
             state.key: torch.empty((num_slots, *state.shape), dtype=state.dtype, device=spec.device)
             for state in spec.states}
+        self._saved: WeakSet[SavedStates] = WeakSet()
 
     def view(self, slots: torch.Tensor, *, is_new: bool) -> StateView:
         """Return the states of the rows in these slots [R] for one forward; ``is_new``: the rows have none yet."""
         return StateView(self._tensors, slots.long(), is_new=is_new)
 
+    def copy_of(self, slot: int) -> dict[StateKey, torch.Tensor]:
+        return {key: tensor[slot].clone() for key, tensor in self._tensors.items()}
+
+    def put(self, slot: int, states: dict[StateKey, torch.Tensor]) -> None:
+        for key, tensor in self._tensors.items():
+            tensor[slot] = states[key]
+
+    def keep(self, content: SavedStates) -> SavedStates:
+        """Count a snapshot's content in `nbytes` as long as anything refers to it; returns it."""
+        self._saved.add(content)
+        return content
+
     @property
     def nbytes(self) -> int:
-        return self.num_slots * self.spec.state_bytes
+        return self.num_slots * self.spec.state_bytes + sum(content.nbytes for content in self._saved)
 
     def close(self) -> None:
         self._tensors, self.num_slots = {}, 0
 
 
 def config_for_states(config: PagedConfig, spec: KVSpec, budget: int) -> PagedConfig:
-    """Return a config for a model with states: no prefix cache and no guesses, whose states nothing keeps, and as many
+    """Return a config for a model with states: without guesses, whose states nothing takes back, and with as many
     sequences at once as have states in their share of `budget` bytes."""
     most = max(1, int(budget * STATES_SHARE) // max(spec.state_bytes, 1))
-    return replace(config, enable_prefix_caching=False, speculation=False, max_num_seqs=min(config.max_num_seqs, most))
+    return replace(config, group_prefixes=False, speculation=False, max_num_seqs=min(config.max_num_seqs, most))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from derived_models import assert_scored_as_stock
@@ -23,9 +22,9 @@ from hf_paged import PagedConfig, PagedGenerator
 from hf_paged.models import KVSpec
 from hf_paged.models.base import StateShape
 from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
-from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner, forwards_of
-from hf_paged.runner.recurrent.state_pool import StatePool, config_for_states
-from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence
+from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner
+from hf_paged.runner.recurrent.saved_states import most_snapshots
+from hf_paged.runner.recurrent.state_pool import config_for_states
 
 pytestmark = with_idiom
 
@@ -91,15 +90,6 @@ def test_aborted_rows_leave_their_slots(model):
     assert_idle(model)
     poison(engine)
     assert list(run(engine, PROMPTS[2:]).values()) == greedy(model, PROMPTS[2:])
-
-
-def test_the_same_prompt_again_is_computed_again(model):
-    with PagedGenerator(model) as generator:
-        generator.generate([PROMPTS[0]], max_new_tokens=2)
-        poison(generator.engine)
-        completion, = generator.generate([PROMPTS[0]], max_new_tokens=NEW)
-        assert completion.num_cached_tokens == 0
-    assert [completion.token_ids] == greedy(model, PROMPTS[:1])
 
 
 def test_sampled_tokens_depend_on_the_seed_alone_and_have_stocks_log_probabilities(model):
@@ -185,15 +175,14 @@ def test_calls_under_autocast_go_to_stock(model):
     assert_falls_back(model, "autocast", call=call, **batch([9, 4]), max_new_tokens=3, do_sample=False)
 
 
-def test_states_and_pages_share_a_budget():
+def test_states_snapshots_and_pages_share_a_budget():
     spec = KVSpec(1, 1, 1, 16, torch.float32, torch.float32, torch.device("cpu"),
                   states=(StateShape((0, "conv", 0), (10, 10), torch.float32),))
-    assert spec.state_bytes == 400
+    assert (spec.state_bytes, spec.block_bytes(16)) == (400, 2048)
     config = config_for_states(PagedConfig(max_num_seqs=64), spec, 8000)
-    assert (config.max_num_seqs, config.enable_prefix_caching, config.speculation) == (10, False, False)
+    assert (config.max_num_seqs, config.enable_prefix_caching, config.speculation) == (7, True, False)
     assert config_for_states(PagedConfig(max_num_seqs=64), spec, 1).max_num_seqs == 1
-    pool = StatePool(spec, 10)
-    assert pool.nbytes == 4000
+    assert (most_snapshots(spec, 16, 80_000), most_snapshots(spec, 16, 1)) == (4, 1)
 
 
 def test_the_bytes_of_states_are_counted(model):
@@ -203,7 +192,8 @@ def test_the_bytes_of_states_are_counted(model):
     cache = engine._core.runner.cache
     assert cache.states.num_slots == 3
     pages = cache.num_blocks * cache.spec.block_bytes(cache.block_size)
-    assert engine.stats().kv_cache_bytes == pages + 3 * cache.spec.state_bytes
+    saved = cache.spec.state_bytes + 4 * cache.spec.block_bytes(1)  # in front of the prompt's last token
+    assert engine.stats().kv_cache_bytes == pages + 3 * cache.spec.state_bytes + saved
 
 
 def test_guesses_are_off():
@@ -212,17 +202,18 @@ def test_guesses_are_off():
     assert_native_parity(model, **batch([9]), max_new_tokens=6, do_sample=False, prompt_lookup_num_tokens=3)
 
 
-def test_a_step_is_a_forward_of_decode_rows_and_one_for_each_prompt():
-    config = SchedulerConfig(block_size=8, num_blocks=32, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64,
-                             enable_prefix_caching=False)
-    scheduler = Scheduler(config)
-    for name in ("a", "b"):
-        scheduler.add(Sequence(name, [1, 2, 3], max_new_tokens=4))
-    first = scheduler.schedule()
-    assert [part.num_new_tokens.tolist() for part in forwards_of(first)] == [[3], [3]]
-    scheduler.commit(first, np.array([5, 6]))
-    scheduler.add(Sequence("c", [1] * 5, max_new_tokens=4))
-    parts = list(forwards_of(scheduler.schedule()))
-    assert [part.num_new_tokens.tolist() for part in parts] == [[1, 1], [5]]
-    assert [part.num_decode_rows for part in parts] == [2, 0]
-    assert [[sequence.request_id for sequence in part.sequences] for part in parts] == [["a", "b"], ["c"]]
+def test_a_step_is_a_forward_of_each_prompt_and_one_of_all_last_tokens(model, monkeypatch):
+    hf_paged.enable(model, strict=True)
+    engine, seen, hidden_states = hf_paged.get_engine(model), [], RecurrentExecutor.hidden_states
+
+    def watched(self, input_ids, step):
+        seen.append((len(step.parts[0][2].slots), step.parts[0][2].max_query_len))
+        return hidden_states(self, input_ids, step)
+
+    engine.add_request([1, 2, 3], GREEDY)
+    engine.step()
+    monkeypatch.setattr(RecurrentExecutor, "hidden_states", watched)
+    for prompt in ([4] * 5, [5] * 3, [6]):
+        engine.add_request(prompt, GREEDY)
+    engine.step()
+    assert seen == [(1, 4), (1, 2), (1, 1), (3, 1)]
