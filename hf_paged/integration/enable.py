@@ -23,7 +23,7 @@ from hf_paged.integration import fallback, hooks
 from hf_paged.integration.enabled import ENGINES
 from hf_paged.integration.paths import asked
 from hf_paged.integration.ranks import OTHERS_IN_STOCK, come, refusing
-from hf_paged.models import SUPPORTED, why_no_executor
+from hf_paged.models import why_no_executor
 from hf_paged.options.arguments import level_of_caller
 from hf_paged.parallel.group import group_of
 from hf_paged.process_lock import ProcessLock
@@ -173,8 +173,8 @@ def _causal_lm_in(model: Any) -> PreTrainedModel:
     """
     inner = innermost(model)
     if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
-        raise UnsupportedModelError(f"model={_name(model, inner)}: expected a causal LM of transformers, as "
-                                    f"{', '.join(SUPPORTED)}, bare or wrapped")
+        raise UnsupportedModelError(f"model={_name(model, inner)}: expected a causal LM of transformers, "
+                                    "bare or wrapped")
     return inner
 
 

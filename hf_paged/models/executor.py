@@ -103,7 +103,6 @@ class ModelExecutor(ABC):
     """
 
     calls_modules = True  # whether all modules run as they stand, on packed tokens
-    casting: tuple[type, ...] = ()  # classes of own modules that return their input's dtype whatever their weight's
     has_states = False  # whether layers keep a recurrent state of each sequence (`models/recurrent`)
     whole_prompts = False  # whether layers take no state into a further chunk of a prompt
     has_experts = True  # whether forwards may look up an implementation of experts
@@ -290,7 +289,7 @@ class ModelExecutor(ABC):
         if autocast is not None:
             return None
         dtype = self.kv_spec().compute_dtype
-        own = ((name, module) for name, module, _ in self.own_modules() if type(module) not in self.casting)
+        own = ((name, module) for name, module, _ in self.own_modules())
         for name, module in (*own, *self.called_modules()):
             for weight in float_weights(module):
                 if weight.dtype != dtype:

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.flash_attention import flash_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.errors import Reason
 from hf_paged.guards.families import Family
@@ -18,7 +16,7 @@ from hf_paged.guards.hints import DISAGREE, ONE_DTYPE, PUT_BACK, UNDO_REPLACEMEN
 from hf_paged.guards.original_classes import ELEMENTWISE, of_family
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.models.base import AttentionMask, KVSpec
-from hf_paged.models.executor import ModelExecutor, plain_values
+from hf_paged.models.executor import ModelExecutor
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.models.rope import longest_length
 from hf_paged.parallel.layers import (
@@ -53,7 +51,6 @@ class FamilyExecutor(ModelExecutor):
 
     def __init__(self, model: PreTrainedModel, *, family: Family, **techniques: bool) -> None:
         self.family = family
-        self.casting = family.classes("norm") if family.casts_norms else ()
         self.has_experts = "experts" in family.parts
         self._spec: tuple[tuple, KVSpec] | None = None  # with the values that it was read from
         super().__init__(model, family.model_class, family.modeling)
@@ -63,12 +60,11 @@ class FamilyExecutor(ModelExecutor):
 
     @property
     def decoder(self) -> Any:
-        return self.model.model if self.family.wrapper is None else self.model.model.language_model
+        return self.model.model
 
     @property
     def config(self) -> Any:
-        config = self.model.config
-        return config if self.family.wrapper is None else config.get_text_config(decoder=True)  # a slow look-up
+        return self.model.config
 
     def kv_spec(self) -> KVSpec:
         # Kept, since every step reads it and a config takes microseconds for each of its fields.
@@ -126,25 +122,13 @@ class FamilyExecutor(ModelExecutor):
         return config.sliding_window if windows == "all" else None
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module, type]]:
-        wrapper = self.family.wrapper
-        if wrapper is not None:
-            yield "model", self.model.model, wrapper.body
-        yield from ((part.name, part.module, part.expected) for part in self._parts() if part.expected is not None)
+        return ((part.name, part.module, part.expected) for part in self._parts() if part.expected is not None)
 
     def called_modules(self) -> Iterator[tuple[str, nn.Module]]:
         return ((p.name, p.module) for p in self._parts() if p.expected is None and not p.is_activation)
 
     def activations(self) -> tuple[type, ...]:
         return tuple({type(part.module): None for part in self._parts() if part.is_activation})
-
-    def constants(self) -> tuple:
-        config = self.config
-        modules = [
-            type(part.module).__qualname__ if part.is_activation else plain_values(part.module)
-            for part in self._parts() if part.is_activation or part.expected is not None
-        ]
-        capped = self.family.beyond_sdpa, implementation_of(config) == "sdpa"
-        return [repr(getattr(config, name, None)) for name in CONFIG_CONSTANTS], capped, modules
 
     def why_not_constants(self) -> Reason | None:
         if not self._layers():
@@ -154,7 +138,7 @@ class FamilyExecutor(ModelExecutor):
         return next((reason for check in reasons if (reason := check()) is not None), None)
 
     def _why_not_config(self) -> Reason | None:
-        config, name = self.config, implementation_of(self.config)
+        config = self.config
         for part in self._parts():
             own = vars(part.module).get("config", config)
             if part.expected is not None and own is not config and _read_in_forwards(own) != _read_in_forwards(config):
@@ -163,28 +147,12 @@ class FamilyExecutor(ModelExecutor):
             return Reason("config.is_causal is False", remedy=DISAGREE)
         if getattr(config, "use_bidirectional_attention", None):
             return Reason("config.use_bidirectional_attention is set", remedy=DISAGREE)
-        if self.family.beyond_sdpa is not None and not self._carries_all(name):
-            return Reason("attention implementation {} leaves out {}, which pages would not", repr(name),
-                          self.family.beyond_sdpa,
-                          remedy='Load the model with `attn_implementation="eager"` or a FlashAttention one.')
-        image_token = getattr(self.model.config, "image_token_id", None) if self.family.wrapper is not None else None
-        if image_token is not None and image_token >= self.vocab_size:
-            return Reason("image_token_id={} is outside the vocabulary, where stock puts another in its place",
-                          image_token, remedy="`model.resize_token_embeddings(n)` gives the image token a vector.")
         if self.num_logits > self.vocab_size:
             return Reason("lm_head has {} rows, the embedding {}: a token may have no vector", self.num_logits,
                           self.vocab_size, remedy="`model.resize_token_embeddings(n)` changes both.")
         if len(getattr(config, "layer_types", None) or self._layers()) < len(self._layers()):
             return Reason("config.layer_types is shorter than the model", remedy=DISAGREE)
         return None
-
-    def _carries_all(self, name: str | None) -> bool:
-        """Return whether this implementation uses the arguments of attention that paged attention uses with it."""
-        if name == "sdpa":
-            return self.family.beyond_sdpa == "softcap" and self.model_class._supports_sdpa
-        if name is None or name in ("eager", "flex_attention") or name.startswith("flash_attention"):
-            return name is not None
-        return ALL_ATTENTION_FUNCTIONS.get(name) is flash_attention_forward  # a kernel of the Hub
 
     def _why_not_layer(self) -> Reason | None:
         spec = self.kv_spec()
@@ -245,12 +213,7 @@ class FamilyExecutor(ModelExecutor):
         classes = {name: family.classes(name) for name in family.parts}
         if experts := classes.get("experts"):
             classes["experts"] = (*experts, *map(sharded_class, experts))
-        if family.wrapper is None:
-            return list(_parts_inside("", model, classes))
-        # Calls with text alone do not use the vision tower.
-        beside = nn.ModuleDict({name: module for name, module in model.named_children() if module is not model.model})
-        return [*_part("model.language_model", model.model.language_model, classes["model"], classes),
-                *_parts_inside("", beside, classes)]
+        return list(_parts_inside("", model, classes))
 
 
 def _parts_inside(path: str, module: nn.Module, classes: dict[str, tuple[type, ...]]) -> Iterator[ModulePart]:

@@ -32,7 +32,7 @@ from hf_paged.parallel.layers import (
 )
 
 # Classes whose forwards are known to read sizes only from weights and from attributes that `cut` makes local.
-SUPPORTED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+SUPPORTED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 # By style of transformers' plan: the class of a linear layer's part, and whether it is cut by rows of the weight.
 _CUTS: dict[str, tuple[Any, bool]] = {
     "colwise": (ColumnParallelLinear, True), "rowwise": (RowParallelLinear, False),

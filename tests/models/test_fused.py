@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,10 +12,9 @@ from support import HostMemory, assert_native_parity, batch, random_prompts, sto
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged.guards import families
 from hf_paged.models import find_executor, linears
 from hf_paged.models import fused as fused_executor
-from hf_paged.models.family_executor import FamilyExecutor
+from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.models.layer_ops import FUSED as FUSED_OPS
 from hf_paged.models.linears import LinearView
@@ -25,7 +23,7 @@ FUSED = ["llama", "llama-3", "qwen3-moe", "qwen3-moe-mixed"]
 
 
 @pytest.mark.parametrize(("variant", "executor"), [
-    *((variant, FusedExecutor) for variant in FUSED), ("gemma3", FamilyExecutor), ("gpt-oss", FamilyExecutor),
+    *((variant, FusedExecutor) for variant in FUSED), ("gemma3", DerivedExecutor), ("gpt-oss", DerivedExecutor),
 ])
 def test_which_executor_a_family_gets(variant, executor):
     assert find_executor(family_model(variant)).func is executor
@@ -109,41 +107,6 @@ def test_what_goes_on_with_a_product_takes_it_whole_and_not_in_parts(monkeypatch
     monkeypatch.setattr(executor._linears, "adapters", adapters)
     for key in ("0.qkv", "1.o_proj", "0.down_proj"):
         assert executor._view(key).linear is FUSED_OPS.linear
-
-
-# Modules of the fused families' names that compute something else: layers without RoPE, multipliers, scaled queries.
-COMPUTING_MORE = ("SmolLM3", "Granite", "Ministral3")
-
-
-def fusable() -> list[str]:
-    """Variants that run generic and have the parts and projections that `FusedExecutor` asks for."""
-    known = [family.parts for family in families.FAMILIES if family.fused]
-    found = []
-    for variant in VARIANTS:
-        model = family_model(variant)
-        family, layer = families.family_of(model), model.model.layers[0]
-        has_all = all(hasattr(layer.self_attn, name) for name in linears.QKV)
-        has_all &= all(hasattr(layer.mlp, name) for name in linears.GATE_UP)
-        if not family.fused and family.parts in known and has_all and family.prefix not in COMPUTING_MORE:
-            found.append(variant)
-    return found
-
-
-@pytest.mark.parametrize("variant", fusable())
-def test_a_generic_family_marked_fused_keeps_the_window_of_its_masks(variant, monkeypatch):
-    """Some attention modules keep their window, others leave it to the config: the masks decide in all of them."""
-    marked = tuple(replace(family, fused=True) for family in families.FAMILIES)
-    monkeypatch.setattr(families, "FAMILIES", marked)
-    model = hf_paged.enable(family_model(variant), strict=True, max_num_batched_tokens=19, max_num_seqs=6)
-    assert isinstance(hf_paged.get_engine(model)._executor, FusedExecutor)
-    assert_native_parity(model, **batch([3, 17, 40]), max_new_tokens=24)
-    key = hf_paged.get_engine(model)._executor.state_key()
-    model.config.sliding_window = 7
-    assert hf_paged.get_engine(model)._executor.state_key() != key
-
-
-def test_some_generic_families_with_a_window_are_fusable():
-    assert {"mistral", "qwen2-sliding"} <= set(fusable())
 
 
 def test_head_norms_with_different_epsilons():

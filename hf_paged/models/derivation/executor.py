@@ -50,6 +50,7 @@ class ModelOutline(NamedTuple):
     classes: Mapping[str, type]
     num_logits: int
     max_length: int
+    longest: int  # the same beyond the config's positions, if its frequencies are known there
     constants: tuple
     max_step_tokens: int | None = None  # None: any number
     # Why rows depend on others in each precision that was tried, or None; None in place of it all: they never do.
@@ -67,7 +68,8 @@ OUTLINES: WeakKeyDictionary[PreTrainedModel, ModelOutline] = WeakKeyDictionary()
 
 def _shape_of(outline: ModelOutline) -> tuple:
     """Return what an engine's pools and limits are made of."""
-    return outline.body, outline.calls, outline.max_length, outline.max_step_tokens, outline.states, outline.dtype
+    return (outline.body, outline.calls, outline.max_length, outline.longest, outline.max_step_tokens, outline.states,
+            outline.dtype)
 
 
 class DerivedExecutor(ModelExecutor):
@@ -124,7 +126,7 @@ class DerivedExecutor(ModelExecutor):
         return self._masks
 
     def max_length(self, asked: int | None = None) -> int:
-        return self.outline.max_length if asked is None else min(asked, self.outline.max_length)
+        return self.outline.max_length if asked is None else min(asked, self.outline.longest)
 
     def why_limited(self, length: int, max_new_tokens: int) -> Reason:
         return Reason("{} tokens with {} new ones, and the model's positions, or the proof of its class, end at {}",

@@ -13,6 +13,7 @@ from hf_paged.models.base import StateShape
 from hf_paged.models.proof.calls import AttentionRecord, Recorder
 from hf_paged.models.proof.clone import on_meta
 from hf_paged.models.proof.interface import answered_by, configs_of
+from hf_paged.models.proof.known_numbers import KnownNumbers
 from hf_paged.models.proof.lengths import config_lengths
 from hf_paged.models.proof.line_counts import LineCounts, modeling_files
 from hf_paged.models.proof.stock import cache_argument, parameters_of
@@ -56,9 +57,12 @@ def outline_of(model: PreTrainedModel) -> Outline:
     if cache is not None:
         options = {cache: states, "use_cache": True}
     lines = LineCounts(modeling_files(model.modules()))
-    with answered_by(model, recorder) as recorder.masks, torch.no_grad(), lines.counting():
-        model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long, device="meta"),
-              position_ids=torch.arange(_TOKENS, device="meta")[None], return_dict=True, **options)
+    positions = torch.arange(_TOKENS)[None]
+    without_numbers = positions.to("meta")
+    with (answered_by(model, recorder) as recorder.masks, torch.no_grad(), KnownNumbers(without_numbers, positions),
+          lines.counting()):
+        model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long, device="meta"), position_ids=without_numbers,
+              return_dict=True, **options)
     if recorder.calls and "position_ids" not in parameters_of(model):
         raise Refused("its forward takes no position_ids")
     if not recorder.calls and not states.held:
