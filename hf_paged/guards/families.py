@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
+from torch import nn
+from transformers.activations import ACT2FN
+
+SILU = (nn.SiLU, type(ACT2FN["silu"]))  # classes of the activation that the families' kernels compute
 # By attribute name: classes of the module, without the family's prefix. Modules under other names must be layers that
 # compute each token by itself (linear, embedding, LoRA, quantized).
 _LLAMA: Mapping[str, tuple[str, ...]] = {
@@ -71,6 +75,8 @@ FAMILIES = (
 
 
 def family_of(model: Any) -> Family | None:
-    """Return the family of the class of `model` or a base class, or None. Imports nothing."""
+    """Return the family of the class of `model` or a base class, or None, also for another activation than SiLU."""
+    if getattr(model.config, "hidden_act", None) not in ("silu", "swish"):
+        return None
     names = {(cls.__module__, cls.__name__) for cls in type(model).__mro__}
     return next((family for family in FAMILIES if (family.module_name, family.model_name) in names), None)

@@ -10,16 +10,12 @@ from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin
-from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_paged.guards.families import Family
+from hf_paged.guards.families import SILU, Family
 from hf_paged.guards.origin import PatchPoint, is_own_function, package_of
 from hf_paged.guards.original_code import OriginalCode
 
-# Classes of activation modules that compute each element alone.
-SILU = (nn.SiLU, type(ACT2FN["silu"]))
-ELEMENTWISE = (*SILU, *(type(ACT2FN[name]) for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")))
 # Methods that decide the inputs of stock generate's forward and the use of its result.
 DECIDING_METHODS = (
     "forward", "__call__", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
@@ -48,7 +44,7 @@ def of_family(family: Family) -> OriginalCode:
         classes = OriginalCode(bindings)
         if classes.patched() is not None:  # unknown classes: they must not be recorded as original
             return classes
-        parts = {kind for part in family.parts for kind in family.classes(part)}
+        parts = {SILU[1], *(kind for part in family.parts for kind in family.classes(part))}
         _FAMILIES[family.package] = OriginalCode([*bindings, *_roots(family.model_class, parts)])
     return _FAMILIES[family.package]
 

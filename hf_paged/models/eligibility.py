@@ -86,10 +86,9 @@ def why_not_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reas
 
 
 def _watched_kinds(seen: ModelWalk) -> tuple[type, ...]:
-    """Return the classes whose code every look compares: of known layers, torch's and sharded modules, activations."""
+    """Return the classes whose code every look compares: of known layers, torch's and sharded modules."""
     found = {type(module): None for _, module in seen.modules}
-    kinds = [kind for kind in found if kind in KNOWN_LAYERS or kind.__module__.startswith(_OWN_LAYERS)]
-    return (*kinds, *seen.executor.activations())
+    return tuple(kind for kind in found if kind in KNOWN_LAYERS or kind.__module__.startswith(_OWN_LAYERS))
 
 
 def why_not_subclass(executor: ModelExecutor) -> Reason | None:

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from hf_paged.errors import Reason
 from hf_paged.guards.families import Family
 from hf_paged.guards.hints import DISAGREE
-from hf_paged.guards.original_classes import SILU
 from hf_paged.kernels._checks import Expected, check_tensors
 from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.build.compiling import is_dry
@@ -54,7 +53,6 @@ class LayerParts(NamedTuple):
     o_proj: LinearView
     post_norm: Any
     mlp: Any
-    has_silu: bool
     gate_up: LinearView | None  # None: a block of experts, as for `down_proj`
     down_proj: LinearView | None
 
@@ -160,7 +158,7 @@ class FusedExecutor(FamilyExecutor):
         """Return whether autocast would cast nothing but plain linear layers."""
         if type(self.model.model.embed_tokens) is not nn.Embedding:
             return False
-        if any(has_experts(layer.mlp) or not isinstance(layer.mlp.act_fn, SILU) for layer in self._layers()):
+        if any(has_experts(layer.mlp) for layer in self._layers()):
             return False
         self._read_linears()
         return can_be_copied(self._linears.bases())
@@ -329,12 +327,7 @@ class FusedExecutor(FamilyExecutor):
             if layer.gate_up is None or layer.down_proj is None:
                 delta, ranks, lora = apply_module(layer.mlp, normed), SINGLE, None
                 continue
-            if layer.has_silu:
-                hidden, shrunk = layer.gate_up.silu_mul(normed, rows, layer.down_proj.lora)
-            else:
-                product, _, lora = layer.gate_up(normed, rows)
-                gate, up = (product if lora is None else lora_expand_unchecked(product, *lora)).chunk(2, dim=-1)
-                hidden, shrunk = layer.mlp.act_fn(gate) * up, None
+            hidden, shrunk = layer.gate_up.silu_mul(normed, rows, layer.down_proj.lora)
             delta, ranks, lora = layer.down_proj(hidden, rows, shrunk)
         last = self._add_norm(delta, ranks, residual, decoder.norm, lora)[0]
         return last if wanted is None or narrow < len(self._layer_parts) else last[wanted]
@@ -350,7 +343,7 @@ class FusedExecutor(FamilyExecutor):
             parts = self._layer_parts[i]
             shapes = tuple((parameter.shape, parameter.dtype) for parameter in layer.parameters())
             are_merged = tuple(view is not None and view.weight is not None for view in (parts.qkv, parts.gate_up))
-            alike.setdefault((shapes, are_merged, parts.options, parts.has_silu), []).append(i)
+            alike.setdefault((shapes, are_merged, parts.options), []).append(i)
         return sorted({i for layers in alike.values() for i in (*layers[:2], layers[-1])})
 
     def _add_norm(self, delta: torch.Tensor, ranks: ParallelGroup, residual: torch.Tensor | None, norm: Any,
@@ -404,9 +397,8 @@ class FusedExecutor(FamilyExecutor):
 
     def _mlp_constants(self, mlp: Any) -> Any:
         if not has_experts(mlp):
-            return type(mlp.act_fn).__qualname__
-        implementation = self.model.config._experts_implementation
-        return implementation, type(mlp.experts.act_fn).__qualname__, *map(plain_values, (mlp.gate, mlp.experts))
+            return None
+        return self.model.config._experts_implementation, *map(plain_values, (mlp.gate, mlp.experts))
 
     def _collect_parts(self) -> list[LayerParts]:
         """Return every layer's parts as they are now."""
@@ -415,8 +407,8 @@ class FusedExecutor(FamilyExecutor):
                 layer.input_layernorm, self._view(f"{i}{QKV_GROUP}"),
                 (layer.self_attn.q_norm, layer.self_attn.k_norm) if self._has_head_norms else None,
                 AttentionOptions(layer.self_attn.scaling, self._mask_window(i)), self._view(f"{i}.o_proj"),
-                layer.post_attention_layernorm, layer.mlp, isinstance(getattr(layer.mlp, "act_fn", None), SILU),
-                self._view(f"{i}{MLP_GROUP}"), self._view(f"{i}.down_proj"),
+                layer.post_attention_layernorm, layer.mlp, self._view(f"{i}{MLP_GROUP}"),
+                self._view(f"{i}.down_proj"),
             )
             for i, layer in enumerate(self._layers())
         ]

@@ -41,7 +41,9 @@ def test_with_and_without_each_technique(variant, merge, fused):
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("variant", ["llama", "qwen3-moe-mixed"])
 def test_other_activations(variant, activation):
+    """The kernels compute SiLU: these run by their own modules."""
     model = hf_paged.enable(family_model(variant, hidden_act=activation), strict=True)
+    assert type(hf_paged.get_engine(model)._executor) is DerivedExecutor
     assert_native_parity(model, **batch([17, 40]), max_new_tokens=16)
 
 

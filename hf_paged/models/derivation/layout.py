@@ -15,8 +15,8 @@ from hf_paged.guards.origin import package_of
 from hf_paged.models.base import AttentionMask, StateShape
 from hf_paged.models.derivation.contents import contents_of
 from hf_paged.models.derivation.executor import AttentionLayout
-from hf_paged.models.derivation.flash import check_flash
 from hf_paged.models.proof.calls import AttentionRecord
+from hf_paged.models.proof.checks.flash import check_flash
 from hf_paged.models.proof.clone import on_meta
 from hf_paged.models.proof.outline import outline_of
 from hf_paged.models.proof.verdict import Refused

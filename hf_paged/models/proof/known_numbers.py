@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class KnownNumbers(TorchDispatchMode):
             self._known.pop(id(given[0]) if given else 0, None)
         elif is_known and isinstance(result, torch.Tensor) and result.numel() <= _MOST_ELEMENTS:
             known_args, known_kwargs = tree_map(self._numbers, (args, kwargs))
-            self._known[id(result)] = result, func(*known_args, **known_kwargs)
+            with suppress(IndexError, RuntimeError):  # numbers that the meta device does not look at
+                self._known[id(result)] = result, func(*known_args, **known_kwargs)
         return result
 
     def _numbers(self, value: Any) -> Any:
