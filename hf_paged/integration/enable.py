@@ -39,14 +39,14 @@ _enabling_one = ProcessLock()  # so that concurrent first calls of a model enabl
 def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any) -> nn.Module:
     """Make `model.generate` run on a paged KV cache. The object, its class and its weights stay as they are.
 
-    A class of no family is proved first, on small clones on the CPU: seconds, unless the proof is stored.
+    A class of no fused family is proved first, on small clones on the CPU: seconds, unless the proof is stored.
 
     A `generate` attribute of the instance, and a bound ``model.generate`` that was taken before any model was enabled,
     run in stock: neither looks the hooked method up.
 
     Args:
-        model: A causal LM of a family, or of a class that a proof lets run, or a PeftModel, a torch.compile'd or a
-            DDP-wrapped one around it.
+        model: A causal LM of a fused family, or of a class that a proof lets run, or a PeftModel, a torch.compile'd or
+            a DDP-wrapped one around it.
         config: Settings of the engine; None for the defaults.
         **overrides: Single fields of `PagedConfig`.
 

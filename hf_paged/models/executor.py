@@ -3,8 +3,8 @@
 `ModelExecutor` runs stock modules on packed tokens [1, T], with attention over the pages. Nothing of the model is
 replaced: the decoder's own forward runs, and its attention modules find `paged_calls`' function in their config. So
 this file need not know what a class computes besides attention, only that it computes each token by itself, as
-transformers' own classes do. Subclasses say which shapes, windows and modules a model has: `FamilyExecutor` for a row
-of the table of families, `DerivedExecutor` for what a recorded forward showed.
+transformers' own classes do. Subclasses say which shapes, windows and modules a model has: `FusedExecutor` for
+fused families, `DerivedExecutor` for what a recorded forward showed.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged.models import paged_calls
+from hf_paged.models.proof.verdict import Refused
 
 OPTIONS = {"max_new_tokens": 8}
 
@@ -104,6 +105,17 @@ def test_implementations_that_no_proof_can_run(variant, name):
     expected = assert_native_parity(model, **batch([20, 33]), **OPTIONS)
     model.config._attn_implementation = name
     assert_native_parity(model, expected, **batch([20, 33]), **OPTIONS)
+
+
+def test_what_flash_attention_would_compute_otherwise_is_refused(monkeypatch):
+    def refuse(*args):
+        raise Refused("its windows are no windows")
+
+    monkeypatch.setattr("hf_paged.models.derivation.layout.check_flash", refuse)
+    model = hf_paged.enable(family_model("mistral", hidden_size=32))  # of no stored layout
+    assert reason(model) is None
+    model.config._attn_implementation = "flash_attention_2"
+    assert "its windows are no windows" in reason(model)
 
 
 @pytest.mark.parametrize(("owner", "name"), [

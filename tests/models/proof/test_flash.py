@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from hf_paged.models.proof.checks.flash import _questions, check_flash
 from hf_paged.models.proof.calls import AttentionRecord
+from hf_paged.models.proof.checks.flash import _questions, check_flash
 from hf_paged.models.proof.mask_kinds import FULL, MaskKind
 from hf_paged.models.proof.verdict import Refused
 
