@@ -1,4 +1,4 @@
-"""Tiny random models of every family that the generic adapter runs, with what is special about the family in reach."""
+"""Tiny random models of usual classes, with what is special about each in reach."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any
     run in stock: neither looks the hooked method up.
 
     Args:
-        model: A causal LM of a fused family, or of a class that a proof lets run, or a PeftModel, a torch.compile'd or
-            a DDP-wrapped one around it.
+        model: A causal LM of a fused family or of a proved class, or a PeftModel, a torch.compile'd or a DDP-wrapped
+            one around it.
         config: Settings of the engine; None for the defaults.
         **overrides: Single fields of `PagedConfig`.
 

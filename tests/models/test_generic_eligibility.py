@@ -1,4 +1,4 @@
-"""What of a family's model is not run natively, and why; the generic executor's switch of the implementation."""
+"""What of a proved model is not run natively, and why; the switch of the attention implementation."""
 
 from __future__ import annotations
 

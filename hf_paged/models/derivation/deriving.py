@@ -1,4 +1,4 @@
-"""Outlines of models whose classes stand in no table of families: read from the store, or proved and laid out."""
+"""Outlines of models of no fused family: read from the store, or proved and laid out."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _subject_of(model: PreTrainedModel) -> _Subject | Reason:
     name = implementation_of(model.config.get_text_config(decoder=True))
     if (reason := why_not_attention(name)) is not None:
         return reason
-    # Layers of other packages (LoRA, quantized) stand for known layers, and are judged as those of listed families.
+    # Layers of other packages (LoRA, quantized) stand for known layers, and are judged as those of fused families.
     own = [module for module in model.modules() if package_of(type(module)) in ("torch", "transformers")]
     if (place := patched_in(own, name)) is not None:
         return Reason("{} is patched", place, remedy=UNDO_PATCH)
