@@ -46,9 +46,12 @@ def why_no_executor(model: PreTrainedModel, *, anew: bool = False) -> Reason | N
 
 
 def _fused_family(model: PreTrainedModel) -> Family | None:
-    """Return the fused family of a model; None also if kernels of the Hub run for it."""
+    """Return the fused family of a model; None also if kernels of the Hub run for it, and of a derived class that is
+    cut over ranks."""
     family = family_of(model)
-    return None if family is None or runs_kernels(model, family.modeling) else family
+    if family is None or runs_kernels(model, family.modeling):
+        return None
+    return None if group_of(model).is_parallel and type(model).__name__ != family.model_name else family
 
 
 def check_over_ranks(model: PreTrainedModel) -> None:

@@ -491,10 +491,13 @@ def float_weights(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _width(layer: nn.Module) -> int:
-    """Return the number of columns of a layer's result; 0 if it is no linear layer."""
+    """Return the number of columns of a layer's result, or of what experts hold of a token; 0 of other modules."""
     if isinstance(layer, Conv1D):
         return layer.nf
-    return layer.out_features if isinstance(layer, nn.Linear) else 0
+    if isinstance(layer, nn.Linear):
+        return layer.out_features
+    return max((max(weight.shape[1:]) for name, weight in layer.named_parameters(recurse=False)
+                if weight.dim() == 3 and "gate_up" not in name), default=0)
 
 
 def plain_values(module: nn.Module) -> list[tuple[str, Any]]:
