@@ -174,7 +174,7 @@ def _causal_lm_in(model: Any) -> PreTrainedModel:
     inner = innermost(model)
     if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
         raise UnsupportedModelError(f"model={_name(model, inner)}: expected a causal LM of transformers, "
-                                    "bare or wrapped")
+                                    "Qwen3ForCausalLM for instance, bare or wrapped")
     return inner
 
 
