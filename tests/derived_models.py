@@ -1,4 +1,4 @@
-"""Tiny random models of classes that no table of families has."""
+"""Tiny random models of classes that are no fused family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every family that the generic adapter runs, with what is special about the family in reach."""
+"""Tiny random models of usual classes, with what is special about each in reach."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LLAMA_3 = {
 }
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": 128,
+    "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": 160,
 }
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HALF_ROTARY = DEFAULT_ROPE | {"partial_rotary_factor": 0.5}
@@ -58,7 +58,7 @@ VARIANTS = {
         "sliding_window": 20, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING, "final_logit_softcapping": 8.0,
     }),
     "phi3": Variant("Phi3Config", {"sliding_window": 20}),
-    "phi3-longrope": Variant("Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
+    "phi3-longrope": Variant("Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 160}),
     "olmo2": Variant("Olmo2Config"),
     "gpt-oss": Variant("GptOssConfig", {
         "sliding_window": 20, "layer_types": ALTERNATING, "num_local_experts": 8, "num_experts_per_tok": 2,

@@ -1,4 +1,4 @@
-"""Tiny random image-text models that stand in no table of families, and calls of them with one image."""
+"""Tiny random image-text models, and calls of them with one image."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def outline_of(model: PreTrainedModel) -> ModelOutline:
     assert calls, "the class does not call the attention interface"
     body = next(path for path in entered if all(call.module.startswith(f"{path}.") for call in calls))
     return ModelOutline(type(model), body, calls, {path: type(module) for path, module in modules.items() if path},
-                        logits.shape[-1], longest_length(model.config, None), constants)
+                        logits.shape[-1], *[longest_length(model.config, None)] * 2, constants)
 
 
 def _mask(mask: torch.Tensor) -> AttentionMask:

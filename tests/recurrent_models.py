@@ -69,6 +69,6 @@ def outlined(model: PreTrainedModel, whole_prompts: bool = False) -> PreTrainedM
     layout = lay_out(type(model), model.config, dtype=dtype)
     called = frozenset(path for path, kind in layout.classes.items() if kind in KNOWN_LAYERS)
     OUTLINES[model] = ModelOutline(type(model), layout.body, layout.calls, layout.classes, layout.num_logits,
-                                   layout.positions, constants_of(model, called), has_stock_cache=False,
+                                   layout.positions, layout.longest, constants_of(model, called), has_stock_cache=False,
                                    states=layout.states, whole_prompts=whole_prompts, dtype=dtype)
     return model

@@ -1,4 +1,4 @@
-"""Write docs/models.md from the table of families and the accepted verdicts on classes of transformers.
+"""Write docs/models.md from the fused families and the accepted verdicts on classes of transformers.
 
     python tools/models_page.py [--check]
 """
@@ -15,20 +15,19 @@ from typing import Any
 from generated_page import write_or_check
 from model_verdicts import accepted, accepted_version
 
-from hf_paged.guards.families import FAMILIES, WRAPPERS
+from hf_paged.guards.families import FAMILIES
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 HEAD = """# Models
 
 This page says how each causal LM class of transformers {version} runs: {native} of {all} natively. It is made by
-`python tools/models_page.py` from the table of families and from `python tools/model_verdicts.py`, which proves each
+`python tools/models_page.py` from the fused families and from `python tools/model_verdicts.py`, which proves each
 class with its default config, small and in float64. [design/models.md](design/models.md) has the idea.
 
 | runs | what that is |
 |---|---|
 | fused | by hf_paged's kernels |
-| table | by its own modules around paged attention |
-| proof | the same, once `enable` has proved the config at hand, up to the tokens named here |
+| proof | by its own modules around paged attention, once `enable` has proved the config, up to the tokens named here |
 | open | in stock: all numbers were stock's, but code that the proof did not reach may change them |
 | stock | in stock, for the reason named here; another config may be proved |
 
@@ -45,11 +44,8 @@ IMAGE_TEXT = "\n## Image-text classes, with text alone\n\n"
 
 def kind_of(name: str, verdict: Mapping[str, Any]) -> str:
     """Return how a class runs, as the page's first table has it."""
-    for family in FAMILIES:
-        if family.model_name == name:
-            return "fused" if family.fused else "table"
-    if any(wrapper.model_name == name for wrapper in WRAPPERS):
-        return "table"
+    if any(family.model_name == name for family in FAMILIES):
+        return "fused"
     return {"proved": "proof", "open": "open", "refused": "stock"}[verdict["outcome"]]
 
 
@@ -70,8 +66,8 @@ def render() -> str:
     kinds = {name: kind_of(name, verdict) for name, verdict in verdicts.items()}
     counts = Counter(kinds.values())
     texts = {name: verdict for name, verdict in accepted("image_text").items()
-             if kind_of(name, verdict) in ("table", "proof")}
-    head = HEAD.format(version=accepted_version(), native=counts["fused"] + counts["table"] + counts["proof"],
+             if kind_of(name, verdict) == "proof"}
+    head = HEAD.format(version=accepted_version(), native=counts["fused"] + counts["proof"],
                        all=len(kinds), texts=len(texts))
     return head + _table(verdicts) + IMAGE_TEXT + _table(texts)
 

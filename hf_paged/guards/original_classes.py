@@ -10,23 +10,19 @@ from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin
-from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_paged.guards.families import Family, Wrapper
+from hf_paged.guards.families import SILU, Family
 from hf_paged.guards.origin import PatchPoint, is_own_function, package_of
 from hf_paged.guards.original_code import OriginalCode
 
-# Classes of activation modules that compute each element alone.
-SILU = (nn.SiLU, type(ACT2FN["silu"]))
-ELEMENTWISE = (*SILU, *(type(ACT2FN[name]) for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")))
 # Methods that decide the inputs of stock generate's forward and the use of its result.
 DECIDING_METHODS = (
     "forward", "__call__", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
     "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_optimize_model_for_decode",
     "_has_unfinished_sequences", "get_compiled_call",
 )
-_FAMILIES: dict[tuple[str, Wrapper | None], OriginalCode] = {}
+_FAMILIES: dict[str, OriginalCode] = {}
 _ENTRIES: dict[Any, OriginalCode] = {}  # by transformers' function in a registry
 _NOT_IN_A_FORWARD = frozenset({"extra_repr", "reset_parameters", "_init_weights", "kernel_condition"})
 
@@ -43,18 +39,14 @@ def of_class(kind: type) -> OriginalCode:
 
 def of_family(family: Family) -> OriginalCode:
     """Return the originals of all classes that a model of this family may contain; imports its modeling file."""
-    key = family.package, family.wrapper
-    if key not in _FAMILIES:
+    if family.package not in _FAMILIES:
         bindings = [PatchPoint(family.modeling, name) for name in family.class_names()]
-        if (wrapper := family.wrapper) is not None:
-            bindings += [PatchPoint(wrapper.modeling, kind.__name__) for kind in (family.model_class, wrapper.body)]
         classes = OriginalCode(bindings)
         if classes.patched() is not None:  # unknown classes: they must not be recorded as original
             return classes
-        parts = {kind for part in family.parts for kind in family.classes(part)}
-        around = () if wrapper is None else [(wrapper.body, name) for name in ("forward", "__call__")]
-        _FAMILIES[key] = OriginalCode([*bindings, *_roots(family.model_class, parts), *around])
-    return _FAMILIES[key]
+        parts = {SILU[1], *(kind for part in family.parts for kind in family.classes(part))}
+        _FAMILIES[family.package] = OriginalCode([*bindings, *_roots(family.model_class, parts)])
+    return _FAMILIES[family.package]
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from hf_paged.integration import fallback, hooks
 from hf_paged.integration.enabled import ENGINES
 from hf_paged.integration.paths import asked
 from hf_paged.integration.ranks import OTHERS_IN_STOCK, come, refusing
-from hf_paged.models import SUPPORTED, why_no_executor
+from hf_paged.models import why_no_executor
 from hf_paged.options.arguments import level_of_caller
 from hf_paged.parallel.group import group_of
 from hf_paged.process_lock import ProcessLock
@@ -39,14 +39,14 @@ _enabling_one = ProcessLock()  # so that concurrent first calls of a model enabl
 def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any) -> nn.Module:
     """Make `model.generate` run on a paged KV cache. The object, its class and its weights stay as they are.
 
-    A class of no family is proved first, on small clones on the CPU: seconds, unless the proof is stored.
+    A class of no fused family is proved first, on small clones on the CPU: seconds, unless the proof is stored.
 
     A `generate` attribute of the instance, and a bound ``model.generate`` that was taken before any model was enabled,
     run in stock: neither looks the hooked method up.
 
     Args:
-        model: A causal LM of a family, or of a class that a proof lets run, or a PeftModel, a torch.compile'd or a
-            DDP-wrapped one around it.
+        model: A causal LM of a fused family or of a proved class, or a PeftModel, a torch.compile'd or a DDP-wrapped
+            one around it.
         config: Settings of the engine; None for the defaults.
         **overrides: Single fields of `PagedConfig`.
 
@@ -173,8 +173,8 @@ def _causal_lm_in(model: Any) -> PreTrainedModel:
     """
     inner = innermost(model)
     if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
-        raise UnsupportedModelError(f"model={_name(model, inner)}: expected a causal LM of transformers, as "
-                                    f"{', '.join(SUPPORTED)}, bare or wrapped")
+        raise UnsupportedModelError(f"model={_name(model, inner)}: expected a causal LM of transformers, "
+                                    "Qwen3ForCausalLM for instance, bare or wrapped")
     return inner
 
 

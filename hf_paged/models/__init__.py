@@ -8,17 +8,15 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason, UnsupportedModelError
-from hf_paged.guards.families import SUPPORTED, Family, family_of
+from hf_paged.guards.families import Family, family_of
 from hf_paged.guards.replaced_forwards import runs_kernels
 from hf_paged.models.base import KVSpec, StepContext
 from hf_paged.models.derivation import derive, derived, why_rows_mix
 from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
 from hf_paged.models.executor import ModelExecutor
-from hf_paged.models.family_executor import FamilyExecutor
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.parallel.group import group_of
-from hf_paged.parallel.plan import SUPPORTED as SUPPORTED_OVER_RANKS
 
 
 def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None:
@@ -29,29 +27,31 @@ def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None
 
     A model that runs kernels of the Hub keeps them: hf_paged replaces none of its modules.
     """
-    family = _family_of(model)
+    family = _fused_family(model)
     if family is None:
         outline = derived(model)
         if isinstance(outline, Reason):
             return None
         kind = RecurrentExecutor if outline.states else DerivedExecutor
         return partial(kind, outline=outline, derive=derive, why_rows_mix=why_rows_mix)
-    is_fused = family.fused and not runs_kernels(model, family.modeling)
-    return partial(FusedExecutor if is_fused else FamilyExecutor, family=family)
+    return partial(FusedExecutor, family=family)
 
 
 def why_no_executor(model: PreTrainedModel, *, anew: bool = False) -> Reason | None:
     """Return why `find_executor` returns None for a model, or None; ``anew``: of the model as it is now."""
-    if _family_of(model) is not None:
+    if _fused_family(model) is not None:
         return None
     outline = derive(model) if anew else derived(model)
     return outline if isinstance(outline, Reason) else None
 
 
-def _family_of(model: PreTrainedModel) -> Family | None:
-    """Return the family of a model in the table; None if it is not known to compute the same over the model's ranks."""
-    is_known = not group_of(model).is_parallel or type(model).__name__ in SUPPORTED_OVER_RANKS
-    return family_of(model) if is_known else None
+def _fused_family(model: PreTrainedModel) -> Family | None:
+    """Return the fused family of a model; None also if kernels of the Hub run for it, and of a derived class that is
+    cut over ranks."""
+    family = family_of(model)
+    if family is None or runs_kernels(model, family.modeling):
+        return None
+    return None if group_of(model).is_parallel and type(model).__name__ != family.model_name else family
 
 
 def check_over_ranks(model: PreTrainedModel) -> None:
@@ -61,5 +61,5 @@ def check_over_ranks(model: PreTrainedModel) -> None:
                                     "Expected another class, or tensor_parallel_size=1")
 
 
-__all__ = ["SUPPORTED", "KVSpec", "ModelExecutor", "StepContext", "check_over_ranks", "find_executor",
+__all__ = ["KVSpec", "ModelExecutor", "StepContext", "check_over_ranks", "find_executor",
            "why_no_executor"]

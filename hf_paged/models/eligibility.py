@@ -13,15 +13,11 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers.integrations.flash_attention import flash_attention_forward
-from transformers.integrations.hub_kernels import is_kernel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.errors import Reason
 from hf_paged.guards import hints
 from hf_paged.guards.hooks import RowHook, has_only_names, only_captures, why_not_global_state
-from hf_paged.guards.original_classes import DECIDING_METHODS, patched_class, patched_entry
+from hf_paged.guards.original_classes import DECIDING_METHODS, patched_class
 from hf_paged.guards.quantized import PLAIN, inner_tensors, is_known_forward, is_quantized_forward, why_not_offloaded
 from hf_paged.guards.replaced_forwards import autocast_of_call, why_not_replaced, why_not_wrapped_forward
 from hf_paged.guards.snapshot import plain_tensors, why_not_watched
@@ -32,7 +28,7 @@ from hf_paged.guards.tokenwise import (
     row_mixing_of_weight,
 )
 from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights
-from hf_paged.models.paged_calls import implementation_of
+from hf_paged.models.paged_calls import implementation_of, why_not_attention
 from hf_paged.models.tuners import is_adapted, layers_within
 from hf_paged.parallel.fsdp import plain_class
 from hf_paged.parallel.plan import broken_part
@@ -68,7 +64,8 @@ def why_not_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reas
     """Return `why_not_native` of a call that casts to `autocast` (None: no cast), not to this thread's."""
     if executor.replica is not None and (reason := executor.replica.refresh()) is not None:
         return reason
-    if (reason := why_not_global_state() or _why_not_class(executor) or _why_not_attention(executor)) is not None:
+    if (reason := why_not_global_state() or _why_not_class(executor) or why_not_attention(
+            implementation_of(executor.config))) is not None:
         return reason
     structure = executor.watch.structure(executor.model)  # first: changes made during the checks are noticed later
     look = executor.last_look(structure)
@@ -89,10 +86,9 @@ def why_not_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reas
 
 
 def _watched_kinds(seen: ModelWalk) -> tuple[type, ...]:
-    """Return the classes whose code every look compares: of known layers, torch's and sharded modules, activations."""
+    """Return the classes whose code every look compares: of known layers, torch's and sharded modules."""
     found = {type(module): None for _, module in seen.modules}
-    kinds = [kind for kind in found if kind in KNOWN_LAYERS or kind.__module__.startswith(_OWN_LAYERS)]
-    return (*kinds, *seen.executor.activations())
+    return tuple(kind for kind in found if kind in KNOWN_LAYERS or kind.__module__.startswith(_OWN_LAYERS))
 
 
 def why_not_subclass(executor: ModelExecutor) -> Reason | None:
@@ -119,25 +115,6 @@ def _why_not_class(executor: ModelExecutor) -> Reason | None:
                           remedy="PEFT's prompt, prefix and p-tuning change what the model is given. Call the bare "
                                  "model, or merge.")
     return why_not_wrapped_forward(model) if "forward" in vars(model) else None
-
-
-def _why_not_attention(executor: ModelExecutor) -> Reason | None:
-    """Return why the attention implementation may not be plain softmax attention, as transformers' own are, or None."""
-    name = implementation_of(executor.config)
-    function, mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-    if name is None:
-        return Reason("attention implementation None, for which stock makes no causal mask", remedy=hints.OWN_ATTENTION)
-    if function is None and name != "eager":
-        return Reason("attention implementation {} is not one of transformers' own", repr(name),
-                      remedy=hints.OWN_ATTENTION)
-    if is_kernel(name) and function is not flash_attention_forward:
-        return Reason("attention implementation {} is a Hub kernel that transformers does not call as FlashAttention",
-                      repr(name), remedy=hints.FLASH_KERNEL)
-    for entry in (function, mask):
-        if entry is not None and (place := patched_entry(entry)) is not None:
-            return Reason("attention implementation {} is not one of transformers' own: {} is patched", repr(name),
-                          place, remedy=hints.OWN_ATTENTION)
-    return None
 
 
 def _why_not_module(seen: ModelWalk) -> Reason | None:

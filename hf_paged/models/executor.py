@@ -3,8 +3,8 @@
 `ModelExecutor` runs stock modules on packed tokens [1, T], with attention over the pages. Nothing of the model is
 replaced: the decoder's own forward runs, and its attention modules find `paged_calls`' function in their config. So
 this file need not know what a class computes besides attention, only that it computes each token by itself, as
-transformers' own classes do. Subclasses say which shapes, windows and modules a model has: `FamilyExecutor` for a row
-of the table of families, `DerivedExecutor` for what a recorded forward showed.
+transformers' own classes do. Subclasses say which shapes, windows and modules a model has: `FusedExecutor` for
+fused families, `DerivedExecutor` for what a recorded forward showed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from hf_paged.errors import Reason
-from hf_paged.guards.hints import ONE_DTYPE, REMOVE_HOOK
+from hf_paged.guards.hints import ONE_DTYPE, REMOVE_HOOK, UNDO_REPLACEMENT
 from hf_paged.guards.hooks import names_in_force
 from hf_paged.guards.model_watch import ModelTensors, ModelWatch
 from hf_paged.guards.original_classes import of_class, patched_entry
@@ -103,7 +103,6 @@ class ModelExecutor(ABC):
     """
 
     calls_modules = True  # whether all modules run as they stand, on packed tokens
-    casting: tuple[type, ...] = ()  # classes of own modules that return their input's dtype whatever their weight's
     has_states = False  # whether layers keep a recurrent state of each sequence (`models/recurrent`)
     whole_prompts = False  # whether layers take no state into a further chunk of a prompt
     has_experts = True  # whether forwards may look up an implementation of experts
@@ -229,7 +228,7 @@ class ModelExecutor(ABC):
     @property
     def hidden_size(self) -> int:
         """Number of columns of hidden states."""
-        size: int = self.config.hidden_size
+        size: int = self.model.get_input_embeddings().weight.shape[1]
         return size
 
     @property
@@ -237,9 +236,16 @@ class ModelExecutor(ABC):
     def num_logits(self) -> int:
         """Number of logits of a token: columns of the head, over all ranks and without padding."""
 
-    @abstractmethod
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Return an upper estimate of a step's bytes: hidden states, the MLP's inputs, fp32 logits and their copies."""
+        hidden = self.hidden_size
+        widest = max([hidden, *(_width(module) for module in self.decoder.modules())])
+        experts = getattr(self.config, "num_experts_per_tok", None) or 1
+        per_token = 8 * hidden + experts * (3 * widest + 2 * hidden)
+        # Autocast copies what it casts; the copy of the head is the largest, and the last.
+        cast = 0 if self.autocast is None else hidden * self.num_logits * self.autocast.itemsize
+        itemsize = self.kv_spec().compute_dtype.itemsize
+        return num_tokens * per_token * itemsize + num_rows * self.num_logits * 4 * 4 + cast
 
     @abstractmethod
     def original_code(self) -> OriginalCode:
@@ -252,10 +258,6 @@ class ModelExecutor(ABC):
     @abstractmethod
     def called_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (name, module) of every other layer: it is called as it stands, on packed tokens."""
-
-    def activations(self) -> tuple[type, ...]:
-        """Return the classes of activation modules that are no own modules."""
-        return ()
 
     @abstractmethod
     def constants(self) -> tuple:
@@ -287,15 +289,24 @@ class ModelExecutor(ABC):
     def why_not_precision(self, autocast: torch.dtype | None) -> Reason | None:
         """Return why the model does not compute each row alone, or at all, under this autocast (None: it casts
         nothing) and with weights of the present dtypes, or None."""
-        if autocast is not None:
-            return None
-        dtype = self.kv_spec().compute_dtype
-        own = ((name, module) for name, module, _ in self.own_modules() if type(module) not in self.casting)
-        for name, module in (*own, *self.called_modules()):
-            for weight in float_weights(module):
-                if weight.dtype != dtype:
-                    return Reason("mixed dtypes: {} is {}, the embedding {}", name, weight.dtype, dtype,
-                                  remedy=ONE_DTYPE)
+        own, dtype = list(self.own_modules()), self.kv_spec().compute_dtype
+        # Weights of experts, which get the model's dtype under autocast, too.
+        weights: list[tuple[str, torch.Tensor]] = [
+            (f"{name}.{key}", weight) for name, module, _ in own
+            for key, weight in module.named_parameters(recurse=False) if key != "weight"]
+        if autocast is None:
+            modules = (*((name, module) for name, module, _ in own), *self.called_modules())
+            weights += [(name, weight) for name, module in modules for weight in float_weights(module)]
+        return next((Reason("mixed dtypes: {} is {}, the embedding {}", name, weight.dtype, dtype, remedy=ONE_DTYPE)
+                     for name, weight in weights if weight.dtype != dtype), None)
+
+    def why_not_instance(self) -> Reason | None:
+        """Return which function of a module of its own is replaced on the instance, or None."""
+        for path, module, _ in self.own_modules():
+            # Eligibility checks replaced forwards of all modules.
+            kind = type(module)
+            if replaced := [k for k in vars(module) if k != "forward" and callable(getattr(kind, k, None))]:
+                return Reason("{} of {} is replaced on the instance", min(replaced), path, remedy=UNDO_REPLACEMENT)
         return None
 
     # -- what is made of the weights --------------------------------------------------------------------------------
@@ -477,6 +488,16 @@ def float_weights(module: nn.Module) -> Iterator[torch.Tensor]:
         weight = getattr(layer, "weight", None)
         if isinstance(weight, torch.Tensor) and not stores_float8(layer, weight) and weight.is_floating_point():
             yield weight
+
+
+def _width(layer: nn.Module) -> int:
+    """Return the number of columns of a layer's result, or of what experts hold of a token; 0 of other modules."""
+    if isinstance(layer, Conv1D):
+        return layer.nf
+    if isinstance(layer, nn.Linear):
+        return layer.out_features
+    return max((max(weight.shape[1:]) for name, weight in layer.named_parameters(recurse=False)
+                if weight.dim() == 3 and "gate_up" not in name), default=0)
 
 
 def plain_values(module: nn.Module) -> list[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.integrations import moe
 
 from hf_paged.device.cuda import compute_capability
-from hf_paged.guards.original_classes import SILU
+from hf_paged.guards.families import SILU
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.experts.down import down_unchecked
 from hf_paged.kernels.experts.gate_up import gate_up_unchecked

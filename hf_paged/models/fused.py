@@ -17,9 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
-from hf_paged.guards.families import Family
+from hf_paged.guards.families import SILU, Family
 from hf_paged.guards.hints import DISAGREE
-from hf_paged.guards.original_classes import SILU
+from hf_paged.guards.original_classes import of_family
+from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.snapshot import experts_implementation
 from hf_paged.kernels._checks import Expected, check_tensors
 from hf_paged.kernels.attention.types import AttentionOptions
@@ -30,21 +31,23 @@ from hf_paged.kernels.layer.linear import makes_parts
 from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache
 from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_unchecked
 from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
-from hf_paged.models.base import KVSpec, StepContext
+from hf_paged.models.base import AttentionMask, KVSpec, StepContext
 from hf_paged.models.copied_weights import can_be_copied, copied_bytes
-from hf_paged.models.executor import plain_values
+from hf_paged.models.executor import ModelExecutor, plain_values
 from hf_paged.models.experts import ExpertsParts, apply_experts, new_arrivals, read_experts, why_not_on
-from hf_paged.models.family_executor import FamilyExecutor
 from hf_paged.models.layer_ops import FUSED, PLAIN, apply_head, is_plain_linear
 from hf_paged.models.linears import HEAD, MLP_GROUP, QKV_GROUP, DecoderLinears, LinearView, has_experts
 from hf_paged.models.lora import is_loaded, is_patched, reads_tables
 from hf_paged.models.one_launch import OneLaunch, Rows, decoder_of, why_not
-from hf_paged.models.rope import RopeTable
+from hf_paged.models.rope import RopeTable, longest_length
 from hf_paged.models.tuners import AdapterRows, apply_layer
 from hf_paged.parallel.group import SINGLE, ParallelGroup
-from hf_paged.parallel.layers import RowParallelLinear, VocabParallelHead
+from hf_paged.parallel.layers import RowParallelLinear, VocabParallelHead, local_kv_heads, sharded_class
 
 logger = logging.getLogger(__name__)
+_SHAPES = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
+# A module of a model, its path, and the class it has to have; None for a layer of any known kind (linear, LoRA).
+_Part = tuple[str, nn.Module, type | None]
 
 
 class LayerParts(NamedTuple):
@@ -57,7 +60,6 @@ class LayerParts(NamedTuple):
     o_proj: LinearView
     post_norm: Any
     mlp: Any
-    has_silu: bool
     gate_up: LinearView | None  # None: a block of experts, as for `down_proj`
     down_proj: LinearView | None
     experts: ExpertsParts | None  # None: no experts, or a block that is called as it stands
@@ -78,18 +80,22 @@ class ModelState(NamedTuple):
     is_patched: bool  # whether PEFT's LoRA layers, of which kernels compute some, are patched
 
 
-class FusedExecutor(FamilyExecutor):
+class FusedExecutor(ModelExecutor):
     """Executor that runs the layers of one family by its own code, on `MergedWeight` and with `LayerOps`.
 
     Under autocast a dense model of plain linear layers runs so with `CopiedWeights`; any other model (quantized
     layers, experts) runs by its own modules.
     """
 
+    body = "model"
     calls_modules = False
 
     def __init__(self, model: PreTrainedModel, *, family: Family, merge_weights: bool = True,
                  fused_kernels: bool = True, one_launch: bool = True, fused_experts: bool = True) -> None:
-        super().__init__(model, family=family)
+        self.family = family
+        self.has_experts = "experts" in family.parts
+        self._spec: tuple[tuple, KVSpec] | None = None  # with the values that it was read from
+        super().__init__(model, family.model_class, family.modeling)
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
         self._wants_one_launch = one_launch and fused_kernels
@@ -108,6 +114,120 @@ class FusedExecutor(FamilyExecutor):
         self._parts_for: ModelState | None = None
         self._step_structure: int | None = None  # the number that steps compare with
         self._copied_contents: int | None = None  # the number when the copies were filled
+
+    # -- what the model is, by the names of its attributes ----------------------------------------------------------
+
+    def original_code(self) -> OriginalCode:
+        return of_family(self.family)
+
+    @property
+    def decoder(self) -> Any:
+        return self.model.model
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    def kv_spec(self) -> KVSpec:
+        # Kept, since every step reads it and a config takes microseconds for each of its fields.
+        config, decoder, size = self.config, self.decoder, self.group.size
+        weight, fields = decoder.embed_tokens.weight, vars(config)
+        made_of = (weight.dtype, weight.device, self.autocast, size, len(decoder.layers),
+                   fields.get("_heterogeneity_spec"), *map(fields.get, _SHAPES))
+        if self._spec is None or self._spec[0] != made_of:
+            heads = config.num_attention_heads
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            self._spec = made_of, KVSpec(
+                len(self._layers()), heads // size, local_kv_heads(config.num_key_value_heads, size), head_dim,
+                self.autocast or weight.dtype, weight.dtype, weight.device)
+        return self._spec[1]
+
+    def masks(self) -> tuple[AttentionMask, ...]:
+        return tuple(AttentionMask(self._mask_window(layer)) for layer in range(len(self._layers())))
+
+    def max_length(self, asked: int | None = None) -> int:
+        return longest_length(self.config, asked)
+
+    @property
+    def num_logits(self) -> int:
+        head = self.model.lm_head
+        if type(head) is nn.Linear:
+            return len(head.weight)
+        number: int = getattr(head, "vocab_size" if isinstance(head, VocabParallelHead) else "out_features",
+                              self.vocab_size)
+        return number
+
+    def attention_configs(self) -> list[Any]:
+        modules = (self.decoder, *(layer.self_attn for layer in self._layers()))
+        return list({id(module.config): module.config for module in modules}.values())
+
+    def _layers(self) -> list[Any]:
+        # A list first: slicing a ModuleList would register every layer again in every step.
+        return list(self.decoder.layers)[: self.config.num_hidden_layers]
+
+    def _mask_window(self, layer: int) -> int | None:
+        """Return the window of the mask that stock makes for this layer."""
+        config, windows = self.config, self.family.windows
+        if windows == "by layer":
+            windows = "all" if config.layer_types[layer] == "sliding_attention" else "none"
+        return config.sliding_window if windows == "all" else None
+
+    def own_modules(self) -> Iterator[tuple[str, nn.Module, type]]:
+        return ((name, module, expected) for name, module, expected in self._parts() if expected is not None)
+
+    def called_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return ((name, module) for name, module, expected in self._parts() if expected is None)
+
+    def why_not_constants(self) -> Reason | None:
+        reasons = (self._why_not_config, self._why_not_layer, self.why_not_instance, self.why_not_registry,
+                   self._why_not_epsilons)
+        return next((reason for check in reasons if (reason := check()) is not None), None)
+
+    def _why_not_config(self) -> Reason | None:
+        config, layers = self.config, self._layers()
+        if not layers:
+            return Reason("the model has no layers", remedy=DISAGREE)
+        for name, module, _ in self.own_modules():
+            own = vars(module).get("config", config)
+            if own is not config and vars(own) != vars(config):
+                return Reason("{} has another config than the model", name, remedy=DISAGREE)
+        if not getattr(config, "is_causal", True):
+            return Reason("config.is_causal is False", remedy=DISAGREE)
+        if self.num_logits > self.vocab_size:
+            return Reason("lm_head has {} rows, the embedding {}: a token may have no vector", self.num_logits,
+                          self.vocab_size, remedy="`model.resize_token_embeddings(n)` changes both.")
+        if len(getattr(config, "layer_types", None) or layers) < len(layers):
+            return Reason("config.layer_types is shorter than the model", remedy=DISAGREE)
+        return None
+
+    def _why_not_layer(self) -> Reason | None:
+        spec = self.kv_spec()
+        for i, layer in enumerate(self._layers()):
+            window = self._mask_window(i)
+            expected = {"is_causal": True, "layer_idx": i, "head_dim": spec.head_dim, "sliding_window": window,
+                        "num_key_value_groups": spec.num_heads / spec.num_kv_heads}
+            for name, value in expected.items():
+                if (found := getattr(layer.self_attn, name, value)) != value:
+                    return Reason("layer {} has {}={}: its config expects {}", i, name, found, value, remedy=DISAGREE)
+            if window is not None and window < 2:  # stock's cache then keeps all keys, and its masks follow the cache
+                return Reason("layer {} has sliding_window={}: expected None or at least 2", i, window,
+                              remedy="Set a window of at least two tokens, or None.")
+        return None
+
+    def _why_not_epsilons(self) -> Reason | None:
+        for i, layer in enumerate(self._layers()):
+            if len(set(self._epsilons(layer.self_attn))) > 1:
+                return Reason("layer {}'s q_norm and k_norm have different epsilons", i, remedy=DISAGREE)
+        return None
+
+    def _parts(self) -> list[_Part]:
+        """Return all modules of the model, except modules inside of a layer that is called as it stands."""
+        classes = {name: self.family.classes(name) for name in self.family.parts} | {"act_fn": SILU}
+        if experts := classes.get("experts"):
+            classes["experts"] = (*experts, *map(sharded_class, experts))
+        return list(_parts_inside("", self.model, classes))
+
+    # -- what is made of the weights, and steps -----------------------------------------------------------------------
 
     def prepare(self, max_model_len: int) -> None:
         spec = self.kv_spec()
@@ -167,7 +287,7 @@ class FusedExecutor(FamilyExecutor):
         """Return whether autocast would cast nothing but plain linear layers."""
         if type(self.model.model.embed_tokens) is not nn.Embedding:
             return False
-        if any(has_experts(layer.mlp) or not isinstance(layer.mlp.act_fn, SILU) for layer in self._layers()):
+        if any(has_experts(layer.mlp) for layer in self._layers()):
             return False
         self._read_linears()
         return can_be_copied(self._linears.bases())
@@ -338,12 +458,7 @@ class FusedExecutor(FamilyExecutor):
             if layer.gate_up is None or layer.down_proj is None:
                 (delta, ranks), lora = apply_experts(layer.mlp, layer.experts, normed, lengths), None
                 continue
-            if layer.has_silu:
-                hidden, shrunk = layer.gate_up.silu_mul(normed, rows, layer.down_proj.lora)
-            else:
-                product, _, lora = layer.gate_up(normed, rows)
-                gate, up = (product if lora is None else lora_expand_unchecked(product, *lora)).chunk(2, dim=-1)
-                hidden, shrunk = layer.mlp.act_fn(gate) * up, None
+            hidden, shrunk = layer.gate_up.silu_mul(normed, rows, layer.down_proj.lora)
             delta, ranks, lora = layer.down_proj(hidden, rows, shrunk)
         last = self._add_norm(delta, ranks, residual, decoder.norm, lora)[0]
         return last if wanted is None or narrow < len(self._layer_parts) else last[wanted]
@@ -359,7 +474,7 @@ class FusedExecutor(FamilyExecutor):
             parts = self._layer_parts[i]
             shapes = tuple((parameter.shape, parameter.dtype) for parameter in layer.parameters())
             are_merged = tuple(view is not None and view.weight is not None for view in (parts.qkv, parts.gate_up))
-            alike.setdefault((shapes, are_merged, parts.options, parts.has_silu), []).append(i)
+            alike.setdefault((shapes, are_merged, parts.options), []).append(i)
         return sorted({i for layers in alike.values() for i in (*layers[:2], layers[-1])})
 
     def _add_norm(self, delta: torch.Tensor | ExpertOutputs, ranks: ParallelGroup, residual: torch.Tensor | None,
@@ -401,14 +516,6 @@ class FusedExecutor(FamilyExecutor):
         windows += [getattr(layer.self_attn, "sliding_window", None) for layer in self._layers()]
         return decoder.norm.variance_epsilon, decoder.rotary_emb.attention_scaling, windows, tuple(layers)
 
-    def why_not_constants(self) -> Reason | None:
-        if (reason := super().why_not_constants()) is not None:
-            return reason
-        for i, layer in enumerate(self._layers()):
-            if len(set(self._epsilons(layer.self_attn))) > 1:
-                return Reason("layer {}'s q_norm and k_norm have different epsilons", i, remedy=DISAGREE)
-        return None
-
     def _epsilons(self, attention: Any) -> tuple[float, ...]:
         if not self._has_head_norms:
             return ()
@@ -416,9 +523,8 @@ class FusedExecutor(FamilyExecutor):
 
     def _mlp_constants(self, mlp: Any) -> Any:
         if not has_experts(mlp):
-            return type(mlp.act_fn).__qualname__
-        implementation = experts_implementation(self.model.config)
-        return implementation, type(mlp.experts.act_fn).__qualname__, *map(plain_values, (mlp.gate, mlp.experts))
+            return None
+        return experts_implementation(self.model.config), *map(plain_values, (mlp.gate, mlp.experts))
 
     def _collect_parts(self) -> list[LayerParts]:
         """Return every layer's parts as they are now."""
@@ -427,8 +533,8 @@ class FusedExecutor(FamilyExecutor):
                 layer.input_layernorm, self._view(f"{i}{QKV_GROUP}"),
                 (layer.self_attn.q_norm, layer.self_attn.k_norm) if self._has_head_norms else None,
                 AttentionOptions(layer.self_attn.scaling, self._mask_window(i)), self._view(f"{i}.o_proj"),
-                layer.post_attention_layernorm, layer.mlp, isinstance(getattr(layer.mlp, "act_fn", None), SILU),
-                self._view(f"{i}{MLP_GROUP}"), self._view(f"{i}.down_proj"), self._experts_of(layer.mlp),
+                layer.post_attention_layernorm, layer.mlp, self._view(f"{i}{MLP_GROUP}"),
+                self._view(f"{i}.down_proj"), self._experts_of(layer.mlp),
             )
             for i, layer in enumerate(self._layers())
         ]
@@ -531,3 +637,21 @@ def _inside(linear: Any) -> Any:
 
 def _vector(name: str, norm: nn.Module, size: int, dtype: torch.dtype | None) -> Expected:
     return Expected(f"{name}.weight", norm.weight, (size,), dtype)  # type: ignore[arg-type]
+
+
+def _parts_inside(path: str, module: nn.Module, classes: dict[str, tuple[type, ...]]) -> Iterator[_Part]:
+    for key, child in module._modules.items():
+        name = f"{path}.{key}" if path else key
+        if key == "layers" and type(child) is nn.ModuleList:
+            for i, layer in enumerate(child):
+                yield from _part(f"{name}.{i}", layer, classes["layers"], classes)
+        elif child is not None:
+            yield from _part(name, child, classes.get(key, ()), classes)
+
+
+def _part(name: str, module: nn.Module, allowed: tuple[type, ...],
+          classes: dict[str, tuple[type, ...]]) -> Iterator[_Part]:
+    is_known = type(module) in allowed
+    yield name, module, type(module) if is_known else next(iter(allowed), None)
+    if is_known:
+        yield from _parts_inside(name, module, classes)

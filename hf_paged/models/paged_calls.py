@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.hub_kernels import is_kernel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.attention.registry import check_attention
-from hf_paged.errors import UnsupportedModelError
+from hf_paged.errors import Reason, UnsupportedModelError
+from hf_paged.guards.hints import FLASH_KERNEL, OWN_ATTENTION
+from hf_paged.guards.original_classes import patched_entry
 from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.layer.store_kv import store_kv
 from hf_paged.models.base import AttentionMask, StepContext
@@ -131,6 +134,28 @@ def implementation_of(config: PreTrainedConfig) -> str | None:
     """Return `config._attn_implementation` as it is outside of paged calls."""
     name: str | None = config._attn_implementation
     return name.stock if isinstance(name, PagedName) else name
+
+
+def is_flash(name: str | None) -> bool:
+    """Return whether an implementation is FlashAttention, or a kernel of the Hub that transformers calls like it."""
+    return ALL_ATTENTION_FUNCTIONS.get(name) is flash_attention_forward
+
+
+def why_not_attention(name: str | None) -> Reason | None:
+    """Return why an attention implementation may not be plain softmax attention, as transformers' own are, or None."""
+    function, mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    if name is None:
+        return Reason("attention implementation None, for which stock makes no causal mask", remedy=OWN_ATTENTION)
+    if function is None and name != "eager":
+        return Reason("attention implementation {} is not one of transformers' own", repr(name), remedy=OWN_ATTENTION)
+    if is_kernel(name) and not is_flash(name):
+        return Reason("attention implementation {} is a Hub kernel that transformers does not call as FlashAttention",
+                      repr(name), remedy=FLASH_KERNEL)
+    for entry in (function, mask):
+        if entry is not None and (place := patched_entry(entry)) is not None:
+            return Reason("attention implementation {} is not one of transformers' own: {} is patched", repr(name),
+                          place, remedy=OWN_ATTENTION)
+    return None
 
 
 def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,

@@ -20,7 +20,7 @@ from transformers import (
 from hf_paged.parallel.checkpoint import DTYPES, CheckpointSlice, Entry, catalogue, find_files, read, same
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.named_weights import NamedWeights, ShardRange, WeightLocation
-from hf_paged.parallel.plan import check_known, parallelize
+from hf_paged.parallel.plan import parallelize
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -32,7 +32,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 def load(path_or_id: str, group: ParallelGroup, *, dtype: str | torch.dtype | None = "auto",
          device: str | torch.device, check: Callable[[], None] = lambda: None, files: dict[str, Any] | None = None,
-         check_class: Callable[[PreTrainedModel], None] = check_known) -> PreTrainedModel:
+         check_class: Callable[[PreTrainedModel], None] = lambda model: None) -> PreTrainedModel:
     """Build a causal LM of which this rank holds its part, in eval mode, and read that part from safetensors.
 
     Args:

@@ -31,8 +31,6 @@ from hf_paged.parallel.layers import (
     shard_experts,
 )
 
-# Classes whose forwards are known to read sizes only from weights and from attributes that `cut` makes local.
-SUPPORTED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 # By style of transformers' plan: the class of a linear layer's part, and whether it is cut by rows of the weight.
 _CUTS: dict[str, tuple[Any, bool]] = {
     "colwise": (ColumnParallelLinear, True), "rowwise": (RowParallelLinear, False),
@@ -49,7 +47,7 @@ def parallelize(model: PreTrainedModel, group: ParallelGroup) -> None:
     """Replace a causal LM's layers in place by this rank's parts of them; parameters keep their names.
 
     Over several ranks the model can neither be saved nor resized from then on. A plan does not say whether the forward
-    of a class computes the same over ranks: it is known of the classes in `SUPPORTED`, and has to be proved of others.
+    of a class computes the same over ranks: it is known of fused families, and has to be proved of other classes.
 
     Args:
         model: a stock model, with parameters on the meta device.
@@ -97,13 +95,6 @@ def _refuse_resizing(*args: Any, **kwargs: Any) -> Any:
         "resize_token_embeddings on a model that is sharded over several ranks: expected a checkpoint that was resized "
         "before (tensor_parallel_size=1, or transformers' from_pretrained)"
     )
-
-
-def check_known(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if it is not known that the forward of a model's class computes the same over ranks.
-    """
-    if type(model).__name__ not in SUPPORTED:
-        raise _refused(model, f"its class is none of {', '.join(SUPPORTED)}")
 
 
 def _generic(name: str) -> str:

@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_kernels_available
 
 import hf_paged
 from hf_paged.guards import replaced_forwards
-from hf_paged.models.family_executor import FamilyExecutor
+from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.models.paged_calls import paged_call
 
@@ -98,7 +98,7 @@ def test_kernels_run_as_they_stand(variant):
     expected = stock_copy(model).generate(**CALL)
     assert not torch.equal(expected, plain.generate(**CALL))
     hf_paged.enable(model, strict=True)
-    assert type(hf_paged.get_engine(model)._executor) is FamilyExecutor
+    assert type(hf_paged.get_engine(model)._executor) is DerivedExecutor
     for _ in range(2):
         assert_native_parity(model, expected, **CALL)
     hf_paged.disable(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import sys
 import types
 import warnings
 from types import FunctionType
@@ -33,9 +34,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 import hf_paged
-from hf_paged.guards.families import FAMILIES
 from hf_paged.guards.origin import PatchPoint, is_original
-from hf_paged.guards.original_classes import of_class, of_family
+from hf_paged.guards.original_classes import of_class
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.replaced_forwards import function_inside
 from hf_paged.options import table
@@ -190,33 +190,40 @@ def _patches(function):
     yield "autocast", torch.autocast("cpu", torch.bfloat16)(function)
 
 
-FAMILY_NAMES = {family.package: variant for family, variant in zip(FAMILIES, (
+VARIANTS = (
     "qwen3", "qwen3-moe-mixed", "llama", "mistral", "qwen2", "gemma2", "gemma3", "phi3", "olmo2", "gpt-oss",
     "smollm3", "granite", "glm", "glm4", "mixtral", "olmo3", "ministral", "ministral3",
-), strict=True)}
+)
 
 
 def _model(variant):
     return tiny_model() if variant == "qwen3" else family_model(variant)
 
 
-def _methods(family):
-    """(class, name) of every function that a class which may stand in the model defines or inherits for its call."""
-    for name in family.class_names():
-        kind = getattr(family.modeling, name)
+@functools.cache
+def _classes(variant):
+    """The modeling file of a model, and its classes that stand in the model."""
+    model = _model(variant)
+    kinds = {type(module) for module in model.modules() if type(module).__module__ == type(model).__module__}
+    return sys.modules[type(model).__module__], sorted(kinds, key=str)
+
+
+def _methods(variant):
+    """(class, name) of every function that a class which stands in the model defines or inherits for its call."""
+    for kind in _classes(variant)[1]:
         yield kind, "__call__"
         for key, value in vars(kind).items():
             if isinstance(value, FunctionType) and key not in ("__init__", "extra_repr", "_init_weights"):
                 yield kind, key
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
-def test_every_method_of_a_familys_classes(family):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_method_of_a_familys_classes(variant):
     """Each in turn, with each kind of patch; undone, the call is native again."""
-    model = hf_paged.enable(_model(FAMILY_NAMES[family.package]))
+    model = hf_paged.enable(_model(variant))
     engine = hf_paged.get_engine(model)
     assert engine.unsupported_reason() is None
-    for kind, name in _methods(family):
+    for kind, name in _methods(variant):
         for what, patch in _patches(getattr(kind, name)):
             with pytest.MonkeyPatch.context() as monkeypatch:
                 monkeypatch.setattr(kind, name, patch)
@@ -224,27 +231,27 @@ def test_every_method_of_a_familys_classes(family):
         assert engine.unsupported_reason() is None, (kind, name)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
-def test_every_function_of_a_familys_file_that_its_forwards_name(family):
-    model = hf_paged.enable(_model(FAMILY_NAMES[family.package]))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_function_of_a_familys_file_that_its_forwards_name(variant):
+    model = hf_paged.enable(_model(variant))
     engine, names = hf_paged.get_engine(model), []
     mentioned = {
-        name for kind, method in _methods(family)
+        name for kind, method in _methods(variant)
         for name in inspect.unwrap(getattr(kind, method)).__code__.co_names if method != "__call__"
     }
-    for name, value in vars(family.modeling).items():
+    for name, value in vars(_classes(variant)[0]).items():
         if name in mentioned and isinstance(function_inside(value) or value, FunctionType):
             names.append(name)
             with pytest.MonkeyPatch.context() as monkeypatch:
-                monkeypatch.setattr(family.modeling, name, lambda *args, **kwargs: None)
+                monkeypatch.setattr(_classes(variant)[0], name, lambda *args, **kwargs: None)
                 assert engine.unsupported_reason() is not None, name
     assert {"apply_rotary_pos_emb", "eager_attention_forward", "create_causal_mask"} <= set(names)
     assert engine.unsupported_reason() is None
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
-def test_all_that_a_family_reaches_is_at_home_and_watched(family):
-    originals = of_family(family)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_that_a_family_reaches_is_at_home_and_watched(variant):
+    originals = hf_paged.get_engine(hf_paged.enable(_model(variant)))._executor.original_code()
     assert [str(place) for place in originals.places if not is_original(place, place.value)] == []
     assert originals.patched() is None
 
@@ -322,26 +329,26 @@ def test_keys_and_values_of_a_patched_layer_that_is_called_as_it_stands(monkeypa
 
 @pytest.fixture(scope="module")
 def enabled():
-    """By family: an enabled model, and its engine, which runs it natively."""
+    """By variant: an enabled model, and its engine, which runs it natively."""
     models = {}
 
-    def of(family):
-        if family.package not in models:
-            models[family.package] = hf_paged.enable(_model(FAMILY_NAMES[family.package]))
-        engine = hf_paged.get_engine(models[family.package])
+    def of(variant):
+        if variant not in models:
+            models[variant] = hf_paged.enable(_model(variant))
+        engine = hf_paged.get_engine(models[variant])
         assert engine.unsupported_reason() is None
-        return models[family.package], engine
+        return models[variant], engine
 
     return of
 
 
-def _code_of(family):
+def _code_of(variant):
     """Every function of a family's file that a call may run: its classes' methods, and what they call there."""
-    functions = [inspect.unwrap(getattr(kind, name)) for kind, name in _methods(family) if name != "__call__"]
+    functions = [inspect.unwrap(getattr(kind, name)) for kind, name in _methods(variant) if name != "__call__"]
     mentioned = {name for function in functions for name in _loaded(function, "GLOBAL")}
-    return functions + [vars(family.modeling)[name] for name in sorted(mentioned)
-                        if isinstance(vars(family.modeling).get(name), FunctionType)
-                        and vars(family.modeling)[name].__module__ == family.module_name]
+    return functions + [vars(_classes(variant)[0])[name] for name in sorted(mentioned)
+                        if isinstance(vars(_classes(variant)[0]).get(name), FunctionType)
+                        and vars(_classes(variant)[0])[name].__module__ == _classes(variant)[0].__name__]
 
 
 def _loaded(function, *kinds):
@@ -356,10 +363,10 @@ def test_functions_of_other_modules(name, monkeypatch):
     assert hf_paged.get_engine(model).unsupported_reason() == f"transformers.masking_utils.{name} is patched"
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
-def test_every_method_of_tensors_that_a_familys_code_calls(family, enabled):
-    _, engine = enabled(family)
-    loaded = {name for function in _code_of(family) for name in _loaded(function, "ATTR", "METHOD")}
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_method_of_tensors_that_a_familys_code_calls(variant, enabled):
+    _, engine = enabled(variant)
+    loaded = {name for function in _code_of(variant) for name in _loaded(function, "ATTR", "METHOD")}
     names = {name for name in loaded if callable(getattr(torch.Tensor, name, None))}
     assert {"transpose", "to", "float"} <= names
     for name in names:
@@ -461,10 +468,10 @@ def test_a_patch_that_was_there_first_is_no_original(monkeypatch):
     assert is_original(place, stock) and is_original(place, torch.no_grad()(stock))
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
-def test_undone_a_patch_that_was_there_first_leaves_nothing_unwatched(family):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_undone_a_patch_that_was_there_first_leaves_nothing_unwatched(variant):
     """What the code behind it reaches was out of sight."""
-    for kind in {kind for kind, _ in _methods(family)}:
+    for kind in {kind for kind, _ in _methods(variant)}:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kind, "forward", _own)
             originals = OriginalCode([(kind, "forward")])
@@ -502,12 +509,12 @@ def _other_callables(function):
     yield functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.package)
-def test_no_other_callable_is_at_home_where_a_function_belongs(family):
-    names = {name for function in _code_of(family) for name in _loaded(function, "GLOBAL")}
-    functions = [PatchPoint(family.modeling, n) for n in names
-                 if isinstance(vars(family.modeling).get(n), FunctionType)]
-    methods = [PatchPoint(kind, name) for kind, name in _methods(family)]
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_other_callable_is_at_home_where_a_function_belongs(variant):
+    names = {name for function in _code_of(variant) for name in _loaded(function, "GLOBAL")}
+    functions = [PatchPoint(_classes(variant)[0], n) for n in names
+                 if isinstance(vars(_classes(variant)[0]).get(n), FunctionType)]
+    methods = [PatchPoint(kind, name) for kind, name in _methods(variant)]
     for place in (*functions, *methods):
         for value in _other_callables(getattr(place.holder, place.name)):
             assert not is_original(place, value), (place, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,10 +12,9 @@ from support import HostMemory, assert_native_parity, batch, random_prompts, sto
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged.guards import families
 from hf_paged.models import find_executor, linears
 from hf_paged.models import fused as fused_executor
-from hf_paged.models.family_executor import FamilyExecutor
+from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.models.layer_ops import FUSED as FUSED_OPS
 from hf_paged.models.linears import LinearView
@@ -25,7 +23,7 @@ FUSED = ["llama", "llama-3", "qwen3-moe", "qwen3-moe-mixed"]
 
 
 @pytest.mark.parametrize(("variant", "executor"), [
-    *((variant, FusedExecutor) for variant in FUSED), ("gemma3", FamilyExecutor), ("gpt-oss", FamilyExecutor),
+    *((variant, FusedExecutor) for variant in FUSED), ("gemma3", DerivedExecutor), ("gpt-oss", DerivedExecutor),
 ])
 def test_which_executor_a_family_gets(variant, executor):
     assert find_executor(family_model(variant)).func is executor
@@ -43,7 +41,9 @@ def test_with_and_without_each_technique(variant, merge, fused):
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("variant", ["llama", "qwen3-moe-mixed"])
 def test_other_activations(variant, activation):
+    """The kernels compute SiLU: these run by their own modules."""
     model = hf_paged.enable(family_model(variant, hidden_act=activation), strict=True)
+    assert type(hf_paged.get_engine(model)._executor) is DerivedExecutor
     assert_native_parity(model, **batch([17, 40]), max_new_tokens=16)
 
 
@@ -111,41 +111,6 @@ def test_what_goes_on_with_a_product_takes_it_whole_and_not_in_parts(monkeypatch
         assert executor._view(key).linear is FUSED_OPS.linear
 
 
-# Modules of the fused families' names that compute something else: layers without RoPE, multipliers, scaled queries.
-COMPUTING_MORE = ("SmolLM3", "Granite", "Ministral3")
-
-
-def fusable() -> list[str]:
-    """Variants that run generic and have the parts and projections that `FusedExecutor` asks for."""
-    known = [family.parts for family in families.FAMILIES if family.fused]
-    found = []
-    for variant in VARIANTS:
-        model = family_model(variant)
-        family, layer = families.family_of(model), model.model.layers[0]
-        has_all = all(hasattr(layer.self_attn, name) for name in linears.QKV)
-        has_all &= all(hasattr(layer.mlp, name) for name in linears.GATE_UP)
-        if not family.fused and family.parts in known and has_all and family.prefix not in COMPUTING_MORE:
-            found.append(variant)
-    return found
-
-
-@pytest.mark.parametrize("variant", fusable())
-def test_a_generic_family_marked_fused_keeps_the_window_of_its_masks(variant, monkeypatch):
-    """Some attention modules keep their window, others leave it to the config: the masks decide in all of them."""
-    marked = tuple(replace(family, fused=True) for family in families.FAMILIES)
-    monkeypatch.setattr(families, "FAMILIES", marked)
-    model = hf_paged.enable(family_model(variant), strict=True, max_num_batched_tokens=19, max_num_seqs=6)
-    assert isinstance(hf_paged.get_engine(model)._executor, FusedExecutor)
-    assert_native_parity(model, **batch([3, 17, 40]), max_new_tokens=24)
-    key = hf_paged.get_engine(model)._executor.state_key()
-    model.config.sliding_window = 7
-    assert hf_paged.get_engine(model)._executor.state_key() != key
-
-
-def test_some_generic_families_with_a_window_are_fusable():
-    assert {"mistral", "qwen2-sliding"} <= set(fusable())
-
-
 def test_head_norms_with_different_epsilons():
     model = hf_paged.enable(family_model("qwen3-moe"))
     model.model.layers[1].self_attn.k_norm.variance_epsilon = 0.1
@@ -205,3 +170,73 @@ def test_last_tokens_are_those_of_a_step_that_computes_all(variant):
         generator.generate(random_prompts([9, 30, 14]), configs, use_tqdm=False)
         del executor.hidden_states
     assert len(compared) >= 2 and max(compared) >= 2
+
+
+# -- shapes ------------------------------------------
+
+READ = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
+        "head_dim": "head_dim", "hidden_size": "head_dim"}
+
+
+def executor_of(model):
+    return find_executor(model)(model)
+
+
+@pytest.mark.parametrize("name", fused_executor._SHAPES)
+def test_the_spec_follows_the_config(name):
+    """Whichever field changes after it was read once."""
+    model = tiny_model()
+    if name == "hidden_size":  # it gives the size of heads where nothing else does
+        vars(model.config)["head_dim"] = None
+    executor = executor_of(model)
+    before = executor.kv_spec()
+    setattr(model.config, name, getattr(model.config, name) // 2)
+    after = executor.kv_spec()
+    assert getattr(after, READ[name]) < getattr(before, READ[name])
+
+
+@pytest.mark.parametrize("variant", FUSED)
+def test_every_fused_config_has_these_fields_under_these_names(variant):
+    model = family_model(variant)
+    config = executor_of(model).config
+    assert not {*fused_executor._SHAPES} & config.attribute_map.keys()
+    assert {*fused_executor._SHAPES} - {"head_dim"} <= vars(config).keys()
+    assert not any(isinstance(getattr(type(config), name, None), property) for name in fused_executor._SHAPES)
+
+
+def test_a_config_whose_layers_differ_is_noticed():
+    """As by transformers, which refuses to say what holds for some layers."""
+    model = tiny_model()
+    if not hasattr(type(model.config), "per_layer_config"):
+        pytest.skip("this version's configs know one value for all layers")
+    executor = executor_of(model)
+    executor.kv_spec()
+    model.config.per_layer_config = {0: {"num_key_value_heads": 1}}
+    with pytest.raises(Exception, match="is a per-layer attribute"):
+        executor.kv_spec()
+
+
+def test_the_spec_follows_the_number_of_ranks():
+    model = tiny_model()
+    executor = executor_of(model)
+    whole = executor.kv_spec()
+    model.parallel_group = SimpleNamespace(size=2)
+    shared = executor.kv_spec()
+    assert (2 * shared.num_heads, 2 * shared.num_kv_heads) == (whole.num_heads, whole.num_kv_heads)
+
+
+def test_the_spec_follows_weights_layers_and_autocast():
+    model = tiny_model()
+    executor = executor_of(model)
+    found = [executor.kv_spec()]
+    model.to(torch.float64)
+    found.append(executor.kv_spec())
+    executor.autocast = torch.bfloat16
+    found.append(executor.kv_spec())
+    del model.model.layers[-1]
+    found.append(executor.kv_spec())
+    model.to("meta")
+    found.append(executor.kv_spec())
+    assert [spec.compute_dtype for spec in found] == [torch.float32, *[torch.float64] * 4]
+    assert [spec.cache_dtype for spec in found[1:]] == [torch.float64, *[torch.bfloat16] * 3]
+    assert found[3].num_layers == found[2].num_layers - 1 and found[4].device.type == "meta"

@@ -1,4 +1,4 @@
-"""What of a family's model is not run natively, and why; the generic executor's switch of the implementation."""
+"""What of a proved model is not run natively, and why; the switch of the attention implementation."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged.models import paged_calls
+from hf_paged.models.proof.verdict import Refused
 
 OPTIONS = {"max_new_tokens": 8}
 
@@ -49,11 +50,16 @@ def test_an_attention_function_of_the_users_own(variant):
     AttentionInterface.register("mine", own_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("mine", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     try:
-        model = family_model(variant)
-        plain = model.generate(**batch([20, 7]), **OPTIONS)
+        model = hf_paged.enable(family_model(variant))
+        plain = assert_native_parity(model, **batch([20, 7]), **OPTIONS)
         model.set_attn_implementation("mine")
-        output = assert_falls_back(model, "'mine' is not one of transformers' own", **batch([20, 7]), **OPTIONS)
-        assert not torch.equal(output, plain)
+        expected = stock_generate(model, **batch([20, 7]), **OPTIONS)
+        assert not torch.equal(expected, plain)
+        with pytest.warns(hf_paged.FallbackWarning, match="'mine' is not one of transformers' own"):
+            assert_same_tensor(model.generate(**batch([20, 7]), **OPTIONS), expected)
+        if variant == "mistral":  # no proof begins
+            with pytest.raises(hf_paged.UnsupportedModelError, match="'mine' is not one of transformers' own"):
+                hf_paged.enable(stock_copy(model))
     finally:
         del AttentionInterface._global_mapping["mine"], ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["mine"]
 
@@ -61,9 +67,11 @@ def test_an_attention_function_of_the_users_own(variant):
 @pytest.mark.parametrize("variant", ["llama", "mistral"])
 def test_no_attention_implementation(variant):
     """A config that was set to None afterwards: stock then attends without a mask."""
-    model = family_model(variant)
+    model = hf_paged.enable(family_model(variant))
     model.config._attn_implementation = None
-    assert_falls_back(model, "attention implementation None", **batch([20, 7]), **OPTIONS)
+    expected = stock_generate(model, **batch([20, 7]), **OPTIONS)
+    with pytest.warns(hf_paged.FallbackWarning, match="attention implementation None"):
+        assert_same_tensor(model.generate(**batch([20, 7]), **OPTIONS), expected)
 
 
 def test_softcap_where_sdpa_leaves_it_out():
@@ -75,17 +83,39 @@ def test_softcap_where_sdpa_leaves_it_out():
     if model._supports_sdpa:
         assert not torch.equal(assert_native_parity(model, **inputs, **OPTIONS), capped)
     else:
-        assert "'sdpa' leaves out softcap" in reason(model)
+        assert "does not support an attention implementation through torch.nn.functional.scaled" in reason(model)
         with pytest.warns(hf_paged.FallbackWarning), pytest.raises(ValueError, match="softcap"):
             model.generate(**inputs, **OPTIONS)
 
 
-@pytest.mark.parametrize(("variant", "what"), [("gpt-oss", "s_aux")])
-def test_an_implementation_that_leaves_out_what_pages_would_not(variant, what):
-    model = hf_paged.enable(family_model(variant))
+def test_an_implementation_that_leaves_out_what_pages_would_not():
+    """sdpa takes no sinks, and the class refuses it."""
+    model = hf_paged.enable(family_model("gpt-oss"))
     assert reason(model) is None
     model.config._attn_implementation = "sdpa"
-    assert reason(model) == f"attention implementation 'sdpa' leaves out {what}, which pages would not"
+    assert "GptOssForCausalLM does not support an attention implementation through torch" in reason(model)
+
+
+@pytest.mark.parametrize("variant", ["mistral", "gemma2", "gpt-oss", "phi3"])
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+def test_implementations_that_no_proof_can_run(variant, name):
+    """They carry what eager attention carries, with which the class is proved; stock's own needs a GPU."""
+    model = hf_paged.enable(family_model(variant), strict=True)
+    model.set_attn_implementation("eager")
+    expected = assert_native_parity(model, **batch([20, 33]), **OPTIONS)
+    model.config._attn_implementation = name
+    assert_native_parity(model, expected, **batch([20, 33]), **OPTIONS)
+
+
+def test_what_flash_attention_would_compute_otherwise_is_refused(monkeypatch):
+    def refuse(*args):
+        raise Refused("its windows are no windows")
+
+    monkeypatch.setattr("hf_paged.models.derivation.layout.check_flash", refuse)
+    model = hf_paged.enable(family_model("mistral", hidden_size=32))  # of no stored layout
+    assert reason(model) is None
+    model.config._attn_implementation = "flash_attention_2"
+    assert "its windows are no windows" in reason(model)
 
 
 @pytest.mark.parametrize(("owner", "name"), [
@@ -131,20 +161,22 @@ def test_foreign_modules():
     assert "model.layers.0.extra is a torch.nn.modules.conv.Conv1d" in reason(model)
     del model.model.layers[0].extra
     model.model.layers[0].mlp.act_fn = nn.Softmax(-1)
-    assert reason(model) == "the activation model.layers.0.mlp.act_fn is a torch.nn.modules.activation.Softmax"
+    assert reason(model) == (
+        "model.layers.0.mlp.act_fn is a torch.nn.modules.activation.Softmax, not transformers' own SiLU")
 
 
 def test_inconsistent_layers_and_configs():
     model = hf_paged.enable(family_model("gemma2"))
     layers = model.model.layers
     for owner, name, value, message in [
-        (layers[1].self_attn, "layer_idx", 0, "not layer 1's"),
-        (layers[1].self_attn, "is_causal", False, "not causal"),
-        (layers[0].self_attn, "sliding_window", None, "sliding_window=None, its config 20"),
-        (layers[0].self_attn, "head_dim", 8, "head_dim=8"),
-        (layers[0].self_attn, "num_key_value_groups", 4, "query heads"),
-        (model.config, "use_bidirectional_attention", True, "use_bidirectional_attention"),
-        (model.config, "is_causal", False, "is_causal is False"),
+        (layers[1].self_attn, "layer_idx", 0, "self_attn holds layer_idx=0, unlike in a new model of its config"),
+        (layers[1].self_attn, "is_causal", False, "is_causal=False, unlike"),
+        (layers[0].self_attn, "sliding_window", None, "sliding_window=None, unlike"),
+        (layers[0].self_attn, "head_dim", 8, "head_dim=8, unlike"),
+        (layers[0].self_attn, "num_key_value_groups", 4, "num_key_value_groups=4, unlike"),
+        (layers[0].self_attn, "scaling", 0.1, "scaling=0.1, unlike"),
+        (model.config, "use_bidirectional_attention", True, "is_causal=True, unlike"),
+        (model.config, "is_causal", False, "is not proved to run"),
     ]:
         before = getattr(owner, name, None)
         setattr(owner, name, value)
@@ -157,7 +189,11 @@ def test_inconsistent_layers_and_configs():
 def test_a_window_of_one_token_is_left_to_stock(variant):
     """Its cache drops "all but the last 0" keys, which is none; a window of two is native."""
     inputs, options = batch([9, 20]), {"max_new_tokens": 12}
-    assert_falls_back(family_model(variant, sliding_window=1), "sliding_window=1", **inputs, **options)
+    if variant == "qwen3-moe-mixed":
+        assert_falls_back(family_model(variant, sliding_window=1), "sliding_window=1", **inputs, **options)
+    else:
+        with pytest.raises(hf_paged.UnsupportedModelError, match="packed logits differ from those of stock's generate"):
+            hf_paged.enable(family_model(variant, sliding_window=1))
     assert_native_parity(hf_paged.enable(family_model(variant, sliding_window=2), strict=True), **inputs, **options)
 
 
@@ -188,7 +224,7 @@ def test_norms_in_fp32_where_they_cast_and_where_they_do_not():
             inputs = batch([20, 7])
             assert model.generate(**inputs, **OPTIONS, min_new_tokens=8).shape == (2, 28)
             model.model.layers[0].mlp.experts.float()
-            assert "mixed dtypes: model.layers.0.mlp.experts" in reason(model)
+            assert "layers of one kind have weights of several dtypes" in reason(model)
         else:
             assert "mixed dtypes: model.layers.0.input_layernorm is torch.float32" in reason(model)
 
@@ -220,15 +256,15 @@ def test_an_experts_implementation_of_the_users_own():
 
 def test_longrope_beyond_the_original_length_goes_to_stock_and_back():
     model = family_model("phi3-longrope")
-    inputs, long = batch([100, 90]), batch([120, 30])
-    assert_falls_back(model, "beyond 128 the model's frequencies", **long, max_new_tokens=20)
+    inputs, long = batch([100, 90]), batch([150, 30])
+    assert_falls_back(model, "or the proof of its class, end at 158", **long, max_new_tokens=20)
     hf_paged.enable(model, strict=True)
     expected = assert_native_parity(model, **inputs, max_new_tokens=20)
     stock_after_long = stock_copy(model)
     stock_after_long.generate(**long, max_new_tokens=20)
     assert_same_tensor(stock_after_long.generate(**inputs, max_new_tokens=20), expected)
     hf_paged.enable(model, strict=False)
-    with pytest.warns(hf_paged.FallbackWarning, match="beyond 128"):
+    with pytest.warns(hf_paged.FallbackWarning, match="end at 158"):
         model.generate(**long, max_new_tokens=20)
     assert_native_parity(model, expected, **inputs, max_new_tokens=20)
 
@@ -243,23 +279,17 @@ def test_rope_parameters_taken_out_of_the_config_afterwards():
 @pytest.mark.parametrize("variant", ["llama", "qwen2"])
 def test_dynamic_frequencies_that_a_longer_call_changed(variant):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    model = family_model(variant, rope_parameters=rope, max_position_embeddings=64)
+    model = family_model(variant, rope_parameters=rope, max_position_embeddings=160)
     hf_paged.enable(model)
     inputs = batch([30, 9])
     expected = assert_native_parity(model, **inputs, max_new_tokens=20)
-    with pytest.warns(hf_paged.FallbackWarning, match="beyond 64 the model's frequencies"):
-        model.generate(**batch([60, 50]), max_new_tokens=20)
+    with pytest.warns(hf_paged.FallbackWarning, match=r"beyond 160 the model's frequencies|end at 158"):
+        model.generate(**batch([150, 50]), max_new_tokens=20)
     assert_native_parity(model, expected, **inputs, max_new_tokens=20)
 
 
 @pytest.mark.parametrize(("variant", "change"), [
-    ("mistral", lambda model: setattr(model.config, "sliding_window", 9)),
-    ("gemma2", lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.1)),
-    ("olmo2", lambda model: setattr(model.model.layers[0].self_attn.q_norm, "variance_epsilon", 0.5)),
     ("qwen3-moe", lambda model: setattr(model.model.layers[0].mlp.gate, "top_k", 4)),
-    ("gemma3", lambda model: setattr(model.model.rotary_emb, "full_attention_attention_scaling", 1.5)),
-    ("smollm3", lambda model: setattr(model.model.layers[1].self_attn, "use_rope", 0)),
-    ("granite", lambda model: setattr(model.model.layers[0], "residual_multiplier", -1.0)),
     ("granite", lambda model: setattr(model.config, "logits_scaling", -1.0)),
     ("ministral3", lambda model: model.config.rope_parameters.update(llama_4_scaling_beta=3.0)),
 ])

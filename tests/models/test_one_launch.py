@@ -136,7 +136,6 @@ def test_a_technique_that_is_off(plans, off):
 MAKES = {
     "experts": partial(family_model, "qwen3-moe"),
     "a window": partial(tiny_model, head_dim=128, use_sliding_window=True, sliding_window=32, max_window_layers=1),
-    "another activation": partial(tiny_model, head_dim=128, hidden_act="gelu"),
     "biases": partial(tiny_model, head_dim=128, attention_bias=True),
 }
 

@@ -14,6 +14,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.models import find_executor
+from hf_paged.models.derivation.executor import DerivedExecutor
+from hf_paged.models.fused import FusedExecutor
 from hf_paged.parallel.group import SINGLE, ParallelGroup, group_of
 from hf_paged.parallel.layers import (
     ColumnParallelLinear,
@@ -27,7 +30,7 @@ from hf_paged.parallel.layers import (
     VocabParallelHead,
     shard_of,
 )
-from hf_paged.parallel.plan import check_known, parallelize
+from hf_paged.parallel.plan import parallelize
 
 SUPPORTED = ["llama", "llama-3", "mistral", "qwen2", "qwen3-moe", "qwen3-moe-mixed"]
 
@@ -139,12 +142,11 @@ def test_a_known_plan_of_an_unknown_class() -> None:
     class Other(transformers.LlamaForCausalLM):
         pass
 
-    with init_empty_weights():
-        model = Other(transformers.LlamaConfig(**SHAPE))
-    parallelize(model, ParallelGroup(0, 2))
-    with pytest.raises(UnsupportedModelError, match=r"Other cannot be sharded.*its class is none of Qwen3"):
-        check_known(model)
-    check_known(meta_model("llama"))
+    for kind, executor in ((Other, DerivedExecutor), (transformers.LlamaForCausalLM, FusedExecutor)):
+        with init_empty_weights():
+            model = kind(transformers.LlamaConfig(**SHAPE))
+        parallelize(model, ParallelGroup(0, 2))
+        assert find_executor(model).func is executor  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("variant", "size", "overrides", "message"), [

@@ -47,7 +47,8 @@ def test_a_ranks_part_is_recognised_with_its_own_sizes(variant: str, tmp_path: P
     assert (adapter.kv_spec().num_kv_heads, other.kv_spec().num_kv_heads) == (1, 2)
     assert adapter.kv_spec()._replace(num_kv_heads=2, num_heads=4) == other.kv_spec()
     assert adapter.vocab_size == other.vocab_size == 250
-    assert adapter.step_bytes(100, 8) < other.step_bytes(100, 8)
+    assert adapter.step_bytes(100, 8) <= other.step_bytes(100, 8)
+    assert variant == "qwen3-moe" or adapter.step_bytes(100, 8) < other.step_bytes(100, 8)  # where MLPs are the widest
     hidden = torch.randn(3, 64)
     assert torch.equal(other.shard_logits(hidden), other.logits(hidden))
     assert adapter.shard_logits(hidden).shape == (3, 128) and model.lm_head.num_real == 122

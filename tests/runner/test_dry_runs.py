@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 import torch
 
 from hf_paged.runner.dry_runs import OPTIONAL_EDITS, dry_runs, far_apart

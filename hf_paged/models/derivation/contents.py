@@ -14,10 +14,12 @@ from hf_paged.guards.snapshot import KEPT_BY_GENERATE
 from hf_paged.models.proof.store import values_of
 from hf_paged.parallel.layers import Sharded
 
-# Where a model comes from, how it is trained, which row of an embedding gets no gradient, and a number of tokens that
-# `resize_token_embeddings` leaves as it was.
+# Where a model comes from, how it is trained, which row of an embedding gets no gradient, a number of tokens that
+# `resize_token_embeddings` leaves as it was, and forwards, which eligibility looks at.
 _NOT_READ = frozenset({"name_or_path", "warnings_issued", "generation_config", "model_tags", "training",
-                       "gradient_checkpointing", "padding_idx", "vocab_size", KEPT_BY_GENERATE})
+                       "gradient_checkpointing", "padding_idx", "vocab_size", "forward", KEPT_BY_GENERATE})
+# Ends of names of what a forward beyond the original length leaves in a rotary module, and a shorter one sets anew.
+_LEFT_BEHIND = ("max_seq_len_cached", "long_inv_freq")
 # What tells the ranks apart that hold a layer's parts.
 _OF_RANK = frozenset({"group", "shards", "first", "num_real"})
 _PLAIN = (bool, int, float, str, type(None))
@@ -37,10 +39,12 @@ def contents_of(model: nn.Module) -> dict[str, Any]:
 
 def _of_module(module: nn.Module, digest: Callable[[PreTrainedConfig], str]) -> dict[str, Any]:
     not_read = _NOT_READ | _OF_RANK if isinstance(module, Sharded) else _NOT_READ
-    held = {name: _described(value, digest) for name, value in vars(module).items()
-            if name[0] != "_" and name not in not_read}
-    tensors = {**module._parameters, **module._buffers}
-    return held | {f"shape of {name}": list(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+    held = {name: value for name, value in vars(module).items()
+            if name[0] != "_" and name not in not_read and not name.endswith(_LEFT_BEHIND)}
+    tensors = {name: value for name, value in {**held, **module._parameters, **module._buffers}.items()
+               if isinstance(value, torch.Tensor)}
+    return {name: _described(value, digest) for name, value in held.items() if name not in tensors} | {
+        f"shape of {name}": list(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _described(value: Any, digest: Callable[[PreTrainedConfig], str]) -> Any:

@@ -1,4 +1,4 @@
-"""Outlines of models whose classes stand in no table of families: read from the store, or proved and laid out."""
+"""Outlines of models of no fused family: read from the store, or proved and laid out."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from hf_paged.models.derivation.recurrent_executor import why_no_states
 from hf_paged.models.derivation.rows_in_dtype import Precision, check_rows_in
 from hf_paged.models.derivation.two_halves import check_two_halves
 from hf_paged.models.executor import KNOWN_LAYERS
-from hf_paged.models.paged_calls import implementation_of
+from hf_paged.models.paged_calls import implementation_of, is_flash, why_not_attention
 from hf_paged.models.proof import Verdict, prove, store
 from hf_paged.models.proof.interface import NAME
 from hf_paged.models.proof.line_counts import modeling_files
-from hf_paged.models.proof.prove import in_thread, patched_in
+from hf_paged.models.proof.prove import ATTENTION, in_thread, patched_in
 from hf_paged.models.proof.store import key_of, turn
 from hf_paged.models.proof.verdict import Refused
 from hf_paged.models.recurrent.view import keeps_states
@@ -130,10 +130,11 @@ class _Subject(NamedTuple):
 
     cls: type[PreTrainedModel]
     config: Any
-    attention: Any
+    attention: str
     dtype: torch.dtype  # of the embedding
     num_ranks: int
     key: str
+    attention_of_model: str  # which `attention` computes the same as
 
 
 def _subject_of(model: PreTrainedModel) -> _Subject | Reason:
@@ -141,10 +142,12 @@ def _subject_of(model: PreTrainedModel) -> _Subject | Reason:
     cls = next((kind for kind in plain_class(type(model)).__mro__ if package_of(kind) == "transformers"), None)
     if cls is None or not cls.__module__.startswith("transformers.models."):
         return Reason("{} is no causal LM of transformers", type(model).__name__, remedy=IN_STOCK)
-    attention = implementation_of(model.config.get_text_config(decoder=True))
-    # Layers of other packages (LoRA, quantized) stand for known layers, and are judged as those of listed families.
+    name = implementation_of(model.config.get_text_config(decoder=True))
+    if (reason := why_not_attention(name)) is not None:
+        return reason
+    # Layers of other packages (LoRA, quantized) stand for known layers, and are judged as those of fused families.
     own = [module for module in model.modules() if package_of(type(module)) in ("torch", "transformers")]
-    if (place := patched_in(own, attention)) is not None:
+    if (place := patched_in(own, name)) is not None:
         return Reason("{} is patched", place, remedy=UNDO_PATCH)
     if keeps_states(model.config) and (reason := why_no_states(model, cls)) is not None:
         return reason
@@ -154,8 +157,11 @@ def _subject_of(model: PreTrainedModel) -> _Subject | Reason:
     num_ranks = group_of(model).size
     ranks = f"{num_ranks}-" * (num_ranks > 1)
     dtype = f"{embedding.dtype}-" * keeps_states(model.config)  # which the dtypes of states depend on
-    key = f"layout-{ranks}{dtype}{key_of(cls, model.config, str(attention), modeling_files(own))}"
-    return _Subject(cls, copy.deepcopy(model.config), attention, embedding.dtype, num_ranks, key)
+    key = f"layout-{ranks}{dtype}{key_of(cls, model.config, str(name), modeling_files(own))}"
+    config, attention = copy.deepcopy(model.config), str(name)
+    if name not in ATTENTION:  # others carry all that eager attention carries
+        config._attn_implementation = attention = "eager"
+    return _Subject(cls, config, attention, embedding.dtype, num_ranks, key, str(name))
 
 
 def _proved(subject: _Subject) -> tuple[Verdict, Layout | None]:
@@ -171,9 +177,9 @@ def _proved(subject: _Subject) -> tuple[Verdict, Layout | None]:
 
 
 def _laid_out(subject: _Subject, verdict: Verdict) -> tuple[Verdict, Layout | None] | str:
-    cls, config, attention, dtype, num_ranks, _ = subject
+    cls, config, attention, dtype, num_ranks, _, name = subject
     try:
-        layout = lay_out(cls, config, dtype=dtype)
+        layout = lay_out(cls, config, dtype=dtype, by_windows=is_flash(name))
         layout = replace(layout, **check_two_halves(cls, config, attention)._asdict())
         if num_ranks > 1:
             layout = part_of(layout, cls, config, attention, num_ranks)
@@ -192,10 +198,12 @@ def _found(model: PreTrainedModel, subject: _Subject, verdict: Verdict,
                       "did not reach may change them: {}", cls.__name__, verdict.reason, remedy=IN_STOCK)
     if layout is None:
         return Reason("{} is not proved to run on the paged engine: {}", cls.__name__, verdict.reason, remedy=IN_STOCK)
-    if (difference := _difference(layout, model) or _other_attention(layout, model, subject.attention)) is not None:
+    difference = _difference(layout, model) or _other_attention(layout, model, subject.attention_of_model)
+    if difference is not None:
         return Reason("{}, unlike in a new model of its config", difference, remedy=_AGREE)
-    limits = [limit for limit in (layout.positions, verdict.max_length) if limit is not None]
-    return ModelOutline(cls, layout.body, layout.calls, layout.classes, layout.num_logits, min(limits),
+    proved = layout.longest if verdict.max_length is None else verdict.max_length
+    return ModelOutline(cls, layout.body, layout.calls, layout.classes, layout.num_logits,
+                        min(layout.positions, proved), min(layout.longest, proved),
                         constants_of(model, _called(layout.classes)), verdict.max_step_tokens, None,
                         layout.has_stock_cache, layout.ignores_train_mode, layout.states, verdict.whole_prompts,
                         subject.dtype)

@@ -10,10 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from hf_paged.errors import Reason
-from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN, EVAL_MODE, ONE_DTYPE, UNDO_REPLACEMENT
+from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN, EVAL_MODE, ONE_DTYPE
 from hf_paged.guards.original_classes import of_model_class
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.snapshot import EXPERTS, experts_implementation
@@ -51,6 +50,7 @@ class ModelOutline(NamedTuple):
     classes: Mapping[str, type]
     num_logits: int
     max_length: int
+    longest: int  # the same beyond the config's positions, if its frequencies are known there
     constants: tuple
     max_step_tokens: int | None = None  # None: any number
     # Why rows depend on others in each precision that was tried, or None; None in place of it all: they never do.
@@ -68,7 +68,8 @@ OUTLINES: WeakKeyDictionary[PreTrainedModel, ModelOutline] = WeakKeyDictionary()
 
 def _shape_of(outline: ModelOutline) -> tuple:
     """Return what an engine's pools and limits are made of."""
-    return outline.body, outline.calls, outline.max_length, outline.max_step_tokens, outline.states, outline.dtype
+    return (outline.body, outline.calls, outline.max_length, outline.longest, outline.max_step_tokens, outline.states,
+            outline.dtype)
 
 
 class DerivedExecutor(ModelExecutor):
@@ -125,7 +126,7 @@ class DerivedExecutor(ModelExecutor):
         return self._masks
 
     def max_length(self, asked: int | None = None) -> int:
-        return self.outline.max_length if asked is None else min(asked, self.outline.max_length)
+        return self.outline.max_length if asked is None else min(asked, self.outline.longest)
 
     def why_limited(self, length: int, max_new_tokens: int) -> Reason:
         return Reason("{} tokens with {} new ones, and the model's positions, or the proof of its class, end at {}",
@@ -136,23 +137,8 @@ class DerivedExecutor(ModelExecutor):
         return self.outline.max_step_tokens
 
     @property
-    def hidden_size(self) -> int:
-        size: int = self.model.get_input_embeddings().weight.shape[1]
-        return size
-
-    @property
     def num_logits(self) -> int:
         return self.outline.num_logits
-
-    def step_bytes(self, num_tokens: int, num_rows: int) -> int:
-        hidden = self.model.get_input_embeddings().weight.shape[1]
-        widest = max([hidden, *(_width(module) for module in self.decoder.modules())])
-        experts = getattr(self.config, "num_experts_per_tok", None) or 1
-        per_token = 8 * hidden + experts * (3 * widest + 2 * hidden)
-        # Autocast copies what it casts; the copy of the head is the largest, and the last.
-        cast = 0 if self.autocast is None else hidden * self.num_logits * self.autocast.itemsize
-        itemsize = self.kv_spec().compute_dtype.itemsize
-        return num_tokens * per_token * itemsize + num_rows * self.num_logits * 4 * 4 + cast
 
     def original_code(self) -> OriginalCode:
         return of_model_class(self.model_class, frozenset(map(stock_class, self.outline.classes.values())))
@@ -172,7 +158,7 @@ class DerivedExecutor(ModelExecutor):
         return constants_of(self.model, self._called)
 
     def why_not_constants(self) -> Reason | None:
-        reasons = (self._why_not_outline, self._why_not_instance, self._why_not_mode, self.why_not_registry)
+        reasons = (self._why_not_outline, self.why_not_instance, self._why_not_mode, self.why_not_registry)
         return next((reason for check in reasons if (reason := check()) is not None), None)
 
     def _why_not_outline(self) -> Reason | None:
@@ -204,28 +190,12 @@ class DerivedExecutor(ModelExecutor):
         return Reason("weights of dtype {}, for which {} is not proved: {}", " and ".join(dtypes), name, why,
                       remedy=ONE_DTYPE)
 
-    def _why_not_instance(self) -> Reason | None:
-        """Return which function of a module is replaced on the instance, or None."""
-        for path, module, _ in self.own_modules():
-            # Eligibility checks replaced forwards of all modules.
-            kind = type(module)
-            if replaced := [k for k in vars(module) if k != "forward" and callable(getattr(kind, k, None))]:
-                return Reason("{} of {} is replaced on the instance", min(replaced), path, remedy=UNDO_REPLACEMENT)
-        return None
-
     def _why_not_mode(self) -> Reason | None:
         # Layers that are called, new ones of a resized vocabulary for instance, may be in train mode: eligibility looks
         # for dropout in them.
         if not self.outline.ignores_train_mode and any(module.training for _, module, _ in self.own_modules()):
             return Reason("the model is in train mode, where it may drop out", remedy=EVAL_MODE)
         return None
-
-
-def _width(layer: nn.Module) -> int:
-    """Return the number of columns of a layer's result; 0 if it is no linear layer."""
-    if isinstance(layer, Conv1D):
-        return layer.nf
-    return layer.out_features if isinstance(layer, nn.Linear) else 0
 
 
 def modules_below(module: nn.Module, called: Collection[str], path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -16,6 +16,7 @@ from hf_paged.models.base import AttentionMask, StateShape
 from hf_paged.models.derivation.contents import contents_of
 from hf_paged.models.derivation.executor import AttentionLayout
 from hf_paged.models.proof.calls import AttentionRecord
+from hf_paged.models.proof.checks.flash import check_flash
 from hf_paged.models.proof.clone import on_meta
 from hf_paged.models.proof.outline import outline_of
 from hf_paged.models.proof.verdict import Refused
@@ -41,15 +42,19 @@ class Layout:
     contents: dict[str, Any]
     num_logits: int
     positions: int
+    longest: int  # tokens of a sequence that the config has frequencies for, beyond its positions
     has_stock_cache: bool = True
     ignores_train_mode: bool = False
     states: tuple[StateShape, ...] = ()
 
 
 def lay_out(cls: type[PreTrainedModel], config: PreTrainedConfig, num_ranks: int = 1,
-            dtype: torch.dtype = torch.float32) -> Layout:
+            dtype: torch.dtype = torch.float32, *, by_windows: bool = False) -> Layout:
     """Return the layout of models of this class and config, whose weights have a dtype, or of one rank's part of them;
-    may raise `Refused`."""
+    may raise `Refused`.
+
+    ``by_windows``: their attention implementation takes windows from modules, not from masks, as FlashAttention does.
+    """
     model = on_meta(cls, config).to(dtype)  # type: ignore[arg-type]
     classes, group = _classes_in(model), ParallelGroup(0, num_ranks)
     if odd := next((path for path, kind in classes.items() if package_of(kind) not in ("torch", "transformers")), None):
@@ -64,8 +69,11 @@ def lay_out(cls: type[PreTrainedModel], config: PreTrainedConfig, num_ranks: int
     if (limit := positions_of(model.config) if calls else NO_POSITIONS) is None:
         raise Refused("its config names no number of positions")
     check_pages(calls)
+    longest = longest_length(model.config.get_text_config(decoder=True), NO_POSITIONS) if calls else NO_POSITIONS
     body = body_of(seen.entered, [call.module for call in calls])
-    return Layout(body, tuple(map(_layout_of, calls)), classes, contents, seen.num_logits, limit,
+    if by_windows:
+        check_flash(model, body, calls)
+    return Layout(body, tuple(map(_layout_of, calls)), classes, contents, seen.num_logits, limit, longest,
                   states=shown.states)
 
 

@@ -50,7 +50,7 @@ def _layout(values: dict[str, Any] | None) -> Layout | None:
     states = tuple(StateShape((layer, kind, index), tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
                    for layer, kind, index, shape, dtype in values["states"])
     return Layout(values["body"], calls, classes, values["contents"], values["num_logits"], values["positions"],
-                  values["has_stock_cache"], values["ignores_train_mode"], states)
+                  values["longest"], values["has_stock_cache"], values["ignores_train_mode"], states)
 
 
 def _name(kind: type) -> str:

@@ -29,6 +29,7 @@ class AttentionRecord:
     scaling: float | None  # None: one over the root of `key_size`
     softcap: float | None
     sinks: bool
+    window: int | None = None  # that the module hands down
 
 
 class Recorder:
@@ -52,7 +53,8 @@ class Recorder:
         _check_shapes(path, query, key, value)
         kind = self._kind(path, module, mask, query.shape[1], others.get("is_causal"))
         self.calls.append(AttentionRecord(path, kind, query.shape[1], key.shape[1], key.shape[3], value.shape[3],
-                                        None if scaling is None else float(scaling), softcap, s_aux is not None))
+                                          None if scaling is None else float(scaling), softcap, s_aux is not None,
+                                          others.get("sliding_window")))
         return self._answer(query, key, value, kind, scaling, softcap, s_aux)
 
     def _kind(self, path: str, module: nn.Module, mask: torch.Tensor | None, heads: int,

@@ -57,6 +57,13 @@ class LineCounts:
         finally:
             sys.settrace(before)
 
+    def add(self, other: LineCounts) -> None:
+        """Count what another one counted as well."""
+        self.counts.update(other.counts)
+        for mine, others in ((self._given, other._given), (self.filled, other.filled)):
+            for place, names in others.items():
+                mine[place] |= names
+
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
         if code.co_filename not in self.files:

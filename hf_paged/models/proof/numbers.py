@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.models.proof.checks.conditions import one_way_conditions, unseen_code
 from hf_paged.models.proof.checks.far import Reach, check_far, length_readers
+from hf_paged.models.proof.checks.prepared import count_preparing
 from hf_paged.models.proof.checks.prompts import check_prompts, generated_by_stock
 from hf_paged.models.proof.checks.rows import STEP_TOKENS, check_crowd, check_other_rows
 from hf_paged.models.proof.checks.states import check_batch, check_chunks, takes_chunks
@@ -39,6 +40,7 @@ def numbers_of(cls: type[PreTrainedModel], small: PreTrainedConfig, attention: s
             reach = check_far(subject, lengths)
             if subject.states:
                 check_chunks(subject, lengths)
+        count_preparing(subject, lengths, reach.max_length, lines)
         max_step_tokens = _many_tokens(subject, reach, lengths)
         _check_state(subject, before, reach)
         reasons = [*one_way_conditions(lines), *unseen_code(lines, model), *token_operations(subject)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.models.base import StateShape
@@ -20,6 +23,7 @@ from hf_paged.models.proof.verdict import Refused
 from hf_paged.models.recurrent import view
 
 _TOKENS = 8
+_MOST_KNOWN = 64  # elements of a tensor
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,12 @@ def outline_of(model: PreTrainedModel) -> Outline:
     if cache is not None:
         options = {cache: states, "use_cache": True}
     lines = LineCounts(modeling_files(model.modules()))
-    with answered_by(model, recorder) as recorder.masks, torch.no_grad(), lines.counting():
-        model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long, device="meta"),
-              position_ids=torch.arange(_TOKENS, device="meta")[None], return_dict=True, **options)
+    positions = torch.arange(_TOKENS)[None]
+    without_numbers = positions.to("meta")
+    with (answered_by(model, recorder) as recorder.masks, torch.no_grad(), KnownNumbers(without_numbers, positions),
+          lines.counting()):
+        model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long, device="meta"), position_ids=without_numbers,
+              return_dict=True, **options)
     if recorder.calls and "position_ids" not in parameters_of(model):
         raise Refused("its forward takes no position_ids")
     if not recorder.calls and not states.held:
@@ -98,3 +105,33 @@ def _kinds(one: Outline) -> set[tuple]:
 def _no_numbers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any) -> torch.Tensor:
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[3])
+
+
+class KnownNumbers(TorchDispatchMode):
+    """Computes small tensors on the meta device a second time on the CPU, where all that they are made of is known:
+    conditions may depend on positions."""
+
+    def __init__(self, known: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Know the numbers of one tensor on the meta device."""
+        super().__init__()
+        self._known = {id(known): (known, numbers)}  # by id of a tensor, which is kept alive
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        is_known = bool(given) and all(id(one) in self._known for one in given)
+        if func is torch.ops.aten._local_scalar_dense.default and is_known:
+            return self._numbers(args[0]).item()
+        result = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._known.pop(id(given[0]) if given else 0, None)
+        elif is_known and isinstance(result, torch.Tensor) and result.numel() <= _MOST_KNOWN:
+            known_args, known_kwargs = tree_map(self._numbers, (args, kwargs))
+            with suppress(IndexError, RuntimeError):  # numbers that the meta device does not look at
+                self._known[id(result)] = result, func(*known_args, **known_kwargs)
+        return result
+
+    def _numbers(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._known[id(value)][1]
+        return "cpu" if isinstance(value, torch.device) else value

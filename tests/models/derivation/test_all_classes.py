@@ -16,11 +16,10 @@ from tiny_configs import NOT_MADE, SLOWLY_PROVED, tiny_class_model
 
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.guards.families import SUPPORTED
 from tools.model_verdicts import class_names, image_text_names
 
 ACCEPTED = json.loads((Path(__file__).parents[1] / "proof" / "verdicts.json").read_text())
-NATIVE = [name for name, verdict in ACCEPTED["classes"].items() if verdict["outcome"] == "proved" or name in SUPPORTED]
+NATIVE = [name for name, verdict in ACCEPTED["classes"].items() if verdict["outcome"] == "proved"]
 OTHERS = [name for name in ACCEPTED["classes"] if name not in {*NATIVE, *NOT_MADE, *SLOWLY_PROVED}]
 SETTINGS = {"strict": True, "max_num_batched_tokens": 19, "max_num_seqs": 6}
 

@@ -1,4 +1,4 @@
-"""Classes that no table of families has run by an outline of their models, and give stock's tokens and logits."""
+"""Classes run by an outline of their models, and give stock's tokens and logits."""
 
 from __future__ import annotations
 

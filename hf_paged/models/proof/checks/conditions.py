@@ -14,17 +14,20 @@ from torch import nn
 
 from hf_paged.models.proof.line_counts import LineCounts, parsed
 
-# Conditions that were read, and found to change no logits of a packed step, by a part of their text.
-_HARMLESS = (
+# Operands of conditions that were read, and found to change no logits of a packed step.
+_HARMLESS = frozenset({
     "x.device.type != 'mps'", "expert_idx == self.num_experts", "n_rep == 1", "is_cross_attention",
-    "layer_type is None", "theta", "kwargs.get(", "i == self.first_kv_shared_layer_idx",
+    "layer_type is None", "theta", "i == self.first_kv_shared_layer_idx",
     # Of recurrent layers: what a layer's sizes and settings, and installed packages, decide.
     "num_k_heads != num_v_heads", "use_qk_l2norm_in_kernel", "output_final_state", "dt_softplus", "delta_softplus",
     "use_associative_scan", "use_mambapy",
-    "len(input_tensor.shape) == 4", "token_idx.numel() == 0", "layer_type ==",
+    "len(input_tensor.shape) == 4", "token_idx.numel() == 0",
     "hidden_states.shape[1] == (input_ids if input_ids is not None else inputs_embeds).shape[1]",
-    "position_ids.ndim",  # of positions by axis; steps give one row
-)
+    # Of positions by axis; steps give one row.
+    "position_ids.shape[0] == 4", "position_ids.shape[0] == num_mrope_axes + 1",
+})
+_COMPARED = frozenset({"layer_type", "position_ids.ndim"})  # the same of names that are compared with a constant
+_NO_ENCODER = frozenset({"is_cross_attention"})  # names that are false in a decoder
 # Methods that stock's `generate` runs for native calls, too: the inputs that they make are looked at behind them.
 _PREPARING = ("__init__", "_expand_inputs_for_generation", "_prepare_position_ids_for_generation")
 # Arguments of a forward: which of them are given is the same in every step.
@@ -42,14 +45,14 @@ def one_way_conditions(lines: LineCounts) -> list[str]:
     found = {text for file in lines.files for function in ast.walk(parsed(file))
              if isinstance(function, ast.FunctionDef) and function.name not in _PREPARING
              for text in _of_function(lines, file, function)}
-    return sorted(text for text in found if not any(known in text for known in _HARMLESS))
+    return sorted(found)
 
 
 def _of_function(lines: LineCounts, file: str, function: ast.FunctionDef) -> Iterator[str]:
     known, (absent, empty) = _fixed_locals(function), _nothing_given(lines, file, function)
     for node in _without_inner(function):
         if (not isinstance(node, (ast.If, ast.While, ast.IfExp)) or not lines.ran(file, node)
-                or is_fixed(node.test, known) or _truth(node.test, absent, empty) is not None):
+                or is_harmless(node.test, known) or _truth(node.test, absent, empty | _NO_ENCODER) is not None):
             continue
         test = f"`{ast.unparse(node.test)[:90]}` in {function.name}"
         if isinstance(node, ast.IfExp):  # lines do not tell which way it took
@@ -134,6 +137,20 @@ def _truth(test: ast.expr, absent: Collection[str], empty: Collection[str]) -> b
             truths = {_truth(part, absent, empty) for part in parts}
             return decides if decides in truths else None if None in truths else not decides
     return None
+
+
+def is_harmless(test: ast.expr, known: Collection[str] = ()) -> bool:
+    """Return whether each operand of a condition is one that was read, or is fixed."""
+    match test:
+        case ast.BoolOp(values=parts):
+            return all(is_harmless(part, known) for part in parts)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return is_harmless(operand, known)
+        case ast.Compare(left=left, comparators=[ast.Constant()]) if ast.unparse(left) in _COMPARED:
+            return True
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="kwargs"), attr="get")):
+            return True
+    return is_fixed(test, known) or ast.unparse(test) in _HARMLESS
 
 
 def is_fixed(test: ast.expr, known: Collection[str] = ()) -> bool:
