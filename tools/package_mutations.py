@@ -586,8 +586,6 @@ HOPPER_CALLS = [
                     "eager_step"),
     PackageMutation("runner/graphs.py", "queued = tiles is None and self._attention.wants_queue(plan)",
                     "queued = False", GRAPHS_TESTS, "one_queue"),
-    PackageMutation(DRY_RUNS, " and steps.attention.may_queue():", " and False:", DRY_RUNS_TESTS,
-                    "what_comes"),
     PackageMutation("runner/graphs.py", "GraphRows(slice(decodes, len(slots)), size)\n",
                     "GraphRows(slice(decodes, len(slots)), decodes)\n", GRAPHS_TESTS, "in_one_graph"),
     PackageMutation("runner/graphs.py", "**self._of_slots(slots))",
