@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from family_models import SHAPE, make_random
+from recurrent_models import CONV, DELTA, EXPERTS
 from support import VOCAB, random_prompts
 from transformers import PreTrainedModel
 
@@ -26,6 +27,7 @@ _LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_
            "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
            "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
            "n_shared_experts": 1}
+_STATES = DELTA | {"num_hidden_layers": 3} | _axes([4, 2, 2], mrope_interleaved=True, partial_rotary_factor=1.0)
 _GEMMA4 = {"global_head_dim": 32, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"],
            "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
 # By model: prefix of its classes, settings of the text, those of the tower, and further ones.
@@ -37,6 +39,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "qwen3-vl": ("Qwen3VL", _axes([4, 2, 2], mrope_interleaved=True), _GRID | {
         "depth": 3, "out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
     }, _IDS | _STARTS),
+    "qwen3.5": ("Qwen3_5", _STATES, _GRID | {"out_hidden_size": 64, "num_position_embeddings": 64}, _IDS | _STARTS),
+    "qwen3.5-moe": ("Qwen3_5Moe", _STATES | EXPERTS, _GRID | {"out_hidden_size": 64, "num_position_embeddings": 64},
+                    _IDS | _STARTS),
+    "lfm2-vl": ("Lfm2Vl", CONV | {"num_hidden_layers": 3, "model_type": "lfm2"}, _TOWER | {
+        "model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 4,
+    }, {"image_token_id": IMAGE, "projector_hidden_size": 16, "downsample_factor": 2}),
     "glm4v": ("Glm4v", _axes([2, 3, 3], partial_rotary_factor=1.0), _GRID | {"image_size": 32, "out_hidden_size": 64},
               _IDS | {"image_start_token_id": START, "image_end_token_id": END, "video_start_token_id": START - 2,
                       "video_end_token_id": START - 3}),
@@ -55,7 +63,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "llava-onevision": ("LlavaOnevision", {"model_type": "qwen2"}, _SQUARE | {"model_type": "siglip_vision_model"},
                         {"image_token_index": IMAGE, "video_token_index": VIDEO}),
 }
-GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")  # towers that take patches and their numbers
+WITH_STATES = ("qwen3.5", "qwen3.5-moe", "lfm2-vl")
+GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5")  # towers that take patches and their numbers
 
 
 def image_model(name: str) -> PreTrainedModel:

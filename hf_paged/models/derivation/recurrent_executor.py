@@ -23,13 +23,11 @@ _USUAL_LENGTH = 1 << 15  # of a model without positions
 
 def why_no_states(model: PreTrainedModel, model_class: type) -> Reason | None:
     """Return why a model with a recurrent state does not run natively, whatever its class is proved to compute."""
-    device, config = model.device.type, model.config
+    device = model.device.type
     if not view.HAS_IDIOM:
         return _not_yet(model_class, f"under transformers {transformers.__version__}")
     if device not in ("cpu", "meta"):
         return _not_yet(model_class, f"on {device}")
-    if config.get_text_config(decoder=True) is not config:
-        return _not_yet(model_class, "of image-text models")
     if group_of(model).is_parallel or replica_of(model) is not None:
         return _not_yet(model_class, "over several ranks")
     return None

@@ -6,7 +6,8 @@ import inspect
 
 import pytest
 import torch
-from image_models import GRIDS, IMAGE, MODELS, image_model, with_image
+from image_models import GRIDS, IMAGE, MODELS, WITH_STATES, image_model, with_image
+from recurrent_models import with_idiom
 from support import (
     assert_falls_back,
     assert_lockstep,
@@ -22,16 +23,17 @@ from hf_paged import PagedGenerator
 from hf_paged.integration.explain import preview
 from hf_paged.models.derivation.executor import DerivedExecutor
 
-CORE = ("qwen3-vl", "smolvlm")
+CORE = ("qwen3-vl", "qwen3.5", "smolvlm")
 STEPS = {"max_num_batched_tokens": 19, "max_num_seqs": 6}
-CASES = [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in MODELS]
+CASES = [pytest.param(name, marks=[*([] if name in CORE else [pytest.mark.slow]),
+                                   *([with_idiom] if name in WITH_STATES else [])]) for name in MODELS]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_text_alone_is_native(name):
     """Ragged rows in chunks, twice, with an id of images in a prompt: without an image it is a token as others."""
     model = hf_paged.enable(image_model(name), strict=True, **STEPS)
-    assert type(hf_paged.get_engine(model)._executor) is DerivedExecutor
+    assert isinstance(hf_paged.get_engine(model)._executor, DerivedExecutor)
     inputs = batch([25, 9, 40])
     for _ in range(2):
         assert_native_parity(model, **inputs, max_new_tokens=6)
@@ -42,11 +44,13 @@ def test_text_alone_is_native(name):
         types = torch.zeros_like(inputs["input_ids"])
         assert_native_parity(model, **inputs, mm_token_type_ids=types, max_new_tokens=3)
     hf_paged.disable(model)
+    if name in WITH_STATES:
+        return
     assert_lockstep(model, **batch([9, 30]), max_new_tokens=3, return_dict_in_generate=True, output_logits=True)
 
 
-@pytest.mark.parametrize("name", [*GRIDS[2:], *(pytest.param(name, marks=pytest.mark.slow)
-                                                for name in (*GRIDS[:2], "internvl"))])
+@pytest.mark.parametrize("name", ["qwen3-vl", *(pytest.param(name, marks=[pytest.mark.slow, *(
+    [with_idiom] if name in WITH_STATES else [])]) for name in (*GRIDS, "internvl") if name != "qwen3-vl")])
 def test_a_call_with_an_image_is_stocks_and_leaves_later_ones_native(name):
     """Also a call with text alone in between: stock keeps a number of the image on the model."""
     model = image_model(name)
