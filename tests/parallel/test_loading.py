@@ -238,7 +238,7 @@ def test_an_adapter_beside_the_weights_is_not_left_out(tmp_path: Path) -> None:
 
 def test_models_that_cannot_be_loaded(tmp_path: Path) -> None:
     family_model("gpt-oss").save_pretrained(tmp_path / "oss")
-    with pytest.raises(UnsupportedModelError, match="GptOssForCausalLM cannot .* no tensor-parallel plan"):
+    with pytest.raises(UnsupportedModelError, match=r"GptOssForCausalLM cannot .* no tensor-parallel plan"):
         load(str(tmp_path / "oss"), ParallelGroup(0, 2), device="cpu")
     family_model("llama").save_pretrained(tmp_path / "quantized")
     file = tmp_path / "quantized" / "config.json"
