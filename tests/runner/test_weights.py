@@ -6,7 +6,6 @@ import pytest
 import torch
 from support import assert_native_parity, batch, random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
-from transformers.activations import ACT2FN
 
 import hf_paged
 from hf_paged.kernels.weights_checksum import ChecksumPlan
@@ -317,11 +316,6 @@ def _rope_scaling(model):
     model.model.rotary_emb.attention_scaling = 0.5
 
 
-def _activations(model):
-    for layer in model.model.layers:
-        layer.mlp.act_fn = ACT2FN["relu"]
-
-
 def _window(model):
     for layer in model.model.layers:
         layer.self_attn.sliding_window = 4
@@ -330,7 +324,7 @@ def _window(model):
 
 CONSTANTS = [
     pytest.param(change, id=change.__name__.strip("_"))
-    for change in (_epsilons, _scaling, _rope_scaling, _activations, _window)
+    for change in (_epsilons, _scaling, _rope_scaling, _window)
 ]
 
 
