@@ -98,7 +98,7 @@ class PreparedModel(EngineState):
         key = self._executor.state_key()
         self._use_keys(arrivals, key)
         if scheduler.num_running or self._in_flight is not None:
-            would_hit = any(manager.get_computed_blocks(sequence)[0] for sequence in arrivals)
+            would_hit = any(map(scheduler.would_hit, arrivals))
             assert self.pool.runner is not None
             changed = key != self._state_key or not self.pool.runner.is_current()
             changed = changed or (caching and self._guard.changed(full=would_hit))

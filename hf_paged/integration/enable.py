@@ -183,7 +183,7 @@ def _name(model: Any, inner: Any) -> str:
 
 
 def unsupported_class(causal_lm: Any, *, anew: bool = False) -> Reason | None:
-    """Return why a model cannot be enabled, or None; ``anew``: looked at again where its class is in no table."""
+    """Return why a model cannot be enabled, or None; ``anew``: proved again where it is not fused."""
     if not isinstance(causal_lm, PreTrainedModel) or not causal_lm.can_generate():
         return Reason("{} is no causal LM of transformers", type(causal_lm).__name__, remedy="It runs in stock.")
     return why_no_executor(causal_lm, anew=anew)

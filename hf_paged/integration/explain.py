@@ -128,7 +128,7 @@ class Preview:
     device: str
     is_loaded: bool  # the weights were read
     layers: str  # "fused" (hf_paged's kernels), "generic" (transformers' modules around paged attention) or "stock"
-    proof: str | None  # up to where a model of a class in no table is proved to compute stock's numbers
+    proof: str | None  # up to where a model that is not fused is proved to compute stock's numbers
     attention: str | None  # the backend that ``attention_backend`` selects on the device; None for a stock model
     other_attention: str | None  # why FlashAttention does not run the prompts, for each package; None if it does
     experts: str | None = None  # why transformers' modules compute experts of a fused model; None if kernels do

@@ -22,7 +22,7 @@ from hf_paged.parallel.group import group_of
 def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None:
     """Return a factory of the executor for the class of `model` or a base class, or None.
 
-    A class that is in no table is proved to run at the first look at a model, and at the first call after its config
+    A class that is not fused is proved to run at the first look at a model, and at the first call after its config
     changed: seconds, where no proof is stored.
 
     A model that runs kernels of the Hub keeps them: hf_paged replaces none of its modules.

@@ -148,6 +148,8 @@ def why_not_attention(name: str | None) -> Reason | None:
         return Reason("attention implementation None, for which stock makes no causal mask", remedy=OWN_ATTENTION)
     if function is None and name != "eager":
         return Reason("attention implementation {} is not one of transformers' own", repr(name), remedy=OWN_ATTENTION)
+    if mask is None:
+        return Reason("attention implementation {}, for which stock makes no mask", repr(name), remedy=OWN_ATTENTION)
     if is_kernel(name) and not is_flash(name):
         return Reason("attention implementation {} is a Hub kernel that transformers does not call as FlashAttention",
                       repr(name), remedy=FLASH_KERNEL)

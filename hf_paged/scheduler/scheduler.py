@@ -111,6 +111,11 @@ class Scheduler:
     def _waits(self, seq: Sequence) -> bool:
         return self._requests.get(seq.request_id) is seq and seq.status is Status.WAITING
 
+    def would_hit(self, seq: Sequence) -> bool:
+        """Return whether a sequence that waits could go on behind tokens that were computed for others."""
+        hits = self.kv_cache_manager.get_computed_blocks(seq)[0]
+        return bool(hits) or (self.snapshots is not None and self.snapshots.find(seq, hits) is not None)
+
     def take_failed(self) -> list[Sequence]:
         """Return the sequences that `schedule` finished with ``"error"`` since the last call: the pool is too small."""
         failed, self._failed = self._failed, []

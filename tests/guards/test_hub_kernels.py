@@ -14,6 +14,7 @@ import torch
 from family_models import family_model
 from support import assert_falls_back, assert_native_parity, batch, stock_copy, tiny_model
 from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.utils.import_utils import is_kernels_available
@@ -158,6 +159,8 @@ def test_attention_kernels_of_the_hub(monkeypatch):
     name = "kernels-community/flash-attn2"
     mapping = ALL_ATTENTION_FUNCTIONS._global_mapping
     monkeypatch.setitem(mapping, name, mapping["flash_attention_2"])
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name,
+                        ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
     for variant in ("qwen3", "gpt-oss"):  # whose sinks FlashAttention takes
         model = hf_paged.enable(_model(variant))
         model.config._attn_implementation = name

@@ -96,6 +96,18 @@ def test_an_implementation_that_leaves_out_what_pages_would_not():
     assert "GptOssForCausalLM does not support an attention implementation through torch" in reason(model)
 
 
+def test_another_name_of_transformers_own_attention(monkeypatch):
+    """Under it sdpa would leave out sinks; and without a mask of the same name stock makes none."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "another", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    model = hf_paged.enable(family_model("gpt-oss"))
+    model.config._attn_implementation_internal = "another"
+    assert "'another', for which stock makes no mask" in reason(model)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "another", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    assert "'another', with which no proof runs" in reason(model)
+    model.config._attn_implementation_internal = "paged|eager"
+    assert "for which stock makes no mask" in reason(model)
+
+
 @pytest.mark.parametrize("variant", ["mistral", "gemma2", "gpt-oss", "phi3"])
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
 def test_implementations_that_no_proof_can_run(variant, name):

@@ -1,4 +1,4 @@
-"""Outlines of models whose classes stand in no table, made from their proofs, and stored beside the proofs."""
+"""Outlines of models that are not fused, made from their proofs, and stored beside the proofs."""
 
 from hf_paged.models.derivation.deriving import derive, derived, why_rows_mix
 

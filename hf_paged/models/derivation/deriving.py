@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
-from hf_paged.guards.hints import UNDO_PATCH
+from hf_paged.guards.hints import OWN_ATTENTION, UNDO_PATCH
 from hf_paged.guards.origin import package_of
 from hf_paged.models.derivation import stored_layout
 from hf_paged.models.derivation.contents import contents_of
@@ -159,7 +159,9 @@ def _subject_of(model: PreTrainedModel) -> _Subject | Reason:
     dtype = f"{embedding.dtype}-" * keeps_states(model.config)  # which the dtypes of states depend on
     key = f"layout-{ranks}{dtype}{key_of(cls, model.config, str(name), modeling_files(own))}"
     config, attention = copy.deepcopy(model.config), str(name)
-    if name not in ATTENTION:  # others carry all that eager attention carries
+    if name not in ATTENTION:
+        if not is_flash(name) and name != "flex_attention":  # those carry all that eager attention carries
+            return Reason("attention implementation {}, with which no proof runs", repr(name), remedy=OWN_ATTENTION)
         config._attn_implementation = attention = "eager"
     return _Subject(cls, config, attention, embedding.dtype, num_ranks, key, str(name))
 

@@ -1,4 +1,4 @@
-"""Models of classes that no table has run natively where a proof says so, within its limits, and else in stock."""
+"""Models of classes that are not fused run natively where a proof says so, within its limits, and else in stock."""
 
 from __future__ import annotations
 

@@ -123,6 +123,30 @@ def test_states_of_other_weights_are_never_hit(model, is_announced):
         assert [one.token_ids for one in both] == [greedy(model, OTHER)] * 2
 
 
+@pytest.mark.parametrize("prompt", [OTHER, SYSTEM], ids=len)  # one is shorter than a block
+def test_a_change_while_others_run_is_noticed_before_a_hit(model, prompt):
+    with PagedGenerator(model) as generator:
+        engine = generator.engine
+        engine.add_request(QUESTION, GenerationConfig(max_new_tokens=100, do_sample=False))
+        engine.step()
+
+        def run():
+            request_id, made = engine.add_request(prompt, GREEDY), []
+            while True:
+                for output in engine.step():
+                    if output.request_id == request_id:
+                        made += output.new_token_ids
+                        if output.completion is not None:
+                            return made, output.completion.num_cached_tokens
+
+        run()
+        assert run() == (greedy(model, prompt), len(prompt) - 1)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.8)
+        assert run() == (greedy(model, prompt), 0)
+        assert engine.has_unfinished()
+
+
 def test_weights_that_have_changed_are_not_trusted_again(model):
     with PagedGenerator(model) as generator:
         answer(generator, OTHER)

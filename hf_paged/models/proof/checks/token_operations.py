@@ -88,7 +88,14 @@ class _Watch(TorchDispatchMode):
         while frame is not None:
             file = frame.f_code.co_filename
             if file in self._files or "transformers/integrations/" in file or "modeling_rope_utils" in file:
-                line = linecache.getline(file, frame.f_lineno).strip()[:120]
-                return f"{'/'.join(file.split('/')[-2:])}, {frame.f_code.co_name}: {line}"
+                return f"{'/'.join(file.split('/')[-2:])}, {frame.f_code.co_name}: {_call(file, frame.f_lineno)[:160]}"
             frame = frame.f_back
         return "an unknown place"
+
+
+def _call(file: str, line: int) -> str:
+    """Return the line of a file, with those behind it up to the end of the call that it begins."""
+    text = linecache.getline(file, line).strip()
+    while text.count("(") > text.count(")") and (following := linecache.getline(file, line := line + 1)):
+        text += " " + following.strip()
+    return text
