@@ -738,12 +738,12 @@ LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
 LORA_KERNEL_TESTS = "kernels/lora/test_lora_kernels.py"
 
 LORA_LAYERS = [
-    PackageMutation(LORA, "if not candidates or is_patched():", "if not candidates:", LORA_TESTS,
+    PackageMutation(LORA, "if not any(candidates) or is_patched():", "if not any(candidates):", LORA_TESTS,
                     "patched"),
     PackageMutation(LORA, "return layers if len(dtypes) <= 1 else {}", "return layers", LORA_TESTS, "two_dtypes"),
     PackageMutation(LORA, "if module.lora_variant or not module.cast_input_dtype_enabled:", "if False:", LORA_TESTS,
                     "no_plain_lora"),
-    PackageMutation(LORA, "tuple(columns), self._autocast or dtype)", "tuple(columns), torch.bfloat16)", LORA_TESTS,
+    PackageMutation(LORA, "tuple(columns), self._autocast or dtype,", "tuple(columns), torch.bfloat16,", LORA_TESTS,
                     "log_probs"),
     PackageMutation("models/linears.py", "if self.adapters is not None and found.key == self.adapters.key:",
                     "if self.adapters is not None:", LORA_TESTS, "switched and tables"),
