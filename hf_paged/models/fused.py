@@ -201,14 +201,14 @@ class FusedExecutor(FamilyExecutor):
         if not may_have_4bit() or not any(map(is_4bit, self.model.modules())):
             return None
         self._read_linears()
-        dtype, as_they_stand = self.kv_spec().compute_dtype, "as they stand: "
+        dtype = self.kv_spec().compute_dtype
         if self._wants_dequantized is False:
-            return f"{as_they_stand}dequantize=False"
+            return "as they stand: dequantize=False"
         if not (groups := self._linears.packed_bases(dtype)):
-            return f"{as_they_stand}they compute in another dtype than {dtype}, or are no plain layers"
+            return f"as they stand: they do not compute in {dtype}, or have hooks or patched code"
         size, free = copied_bytes(groups, dtype), free_memory(device)
         if self._wants_dequantized == "auto" and size > _COPIED_SHARE * free:
-            return f"{as_they_stand}copies of {size / 2**30:.2f} GiB are more than half of {free / 2**30:.2f} free ones"
+            return f"as they stand: copies of {size / 2**30:.2f} GiB exceed half of the {free / 2**30:.2f} GiB free"
         return f"by copies of {size / 2**30:.2f} GiB in {dtype}"
 
     def _castable(self) -> Groups:

@@ -12,7 +12,7 @@ from torch import nn
 
 import hf_paged
 from hf_paged.kernels.lora.lora_expand import lora_expand
-from hf_paged.models import fused, linears
+from hf_paged.models import find_executor, fused, linears
 from hf_paged.models.lora import Adapters, find_layers
 
 INPUTS = batch([40, 33, 7])
@@ -223,3 +223,17 @@ def test_under_autocast(packed, monkeypatch):
                 module.float()
         model.generate(**INPUTS, **OPTIONS)
     assert hf_paged.get_engine(model).stats().shadow_bytes == 0
+
+
+def test_what_check_says(packed, monkeypatch):
+    def said(model, free=1 << 30, **options):
+        monkeypatch.setattr(fused, "free_memory", lambda device: free)
+        return find_executor(model)(model, **options).describe_4bit(torch.device("cpu"))
+
+    model = quantize(tiny_model(**SHAPE))
+    assert said(tiny_model()) is None
+    assert said(model) == "by copies of 0.00 GiB in torch.float32"
+    assert said(model, dequantize=False) == "as they stand: dequantize=False"
+    assert said(model, 0) == "as they stand: copies of 0.00 GiB exceed half of the 0.00 GiB free"
+    assert said(model, 0, dequantize=True) == said(model)
+    assert "do not compute in torch.float32" in said(quantize(tiny_model(**SHAPE), compute_dtype=torch.bfloat16))
