@@ -738,6 +738,18 @@ LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
 LORA_KERNEL_TESTS = "kernels/lora/test_lora_kernels.py"
 
 LORA_LAYERS = [
+    PackageMutation(LORA, "if len({layer.rounds_delta for layer in found.values()}) <= 1:", "if True:",
+                    "models/test_dequantized_layers.py", "round_differently"),
+    PackageMutation("kernels/lora/lora_expand.py", "(total.to(product.dtype) if table.rounds_delta else total)",
+                    "total", "models/test_dequantized_layers.py", "rounded_as_by_pefts"),
+    PackageMutation("kernels/lora/_lora_tile.py", "acc = acc.to(dtype).to(tl.float32)", "acc = acc + 0.0",
+                    LORA_KERNEL_TESTS, "rounded_before and kernel"),
+    PackageMutation("models/copied_weights.py", "if computes_in not in (dtype, None) or not is_known",
+                    "if not is_known", "models/test_dequantized_layers.py", "computes_otherwise"),
+    PackageMutation("models/fused.py", "size <= _COPIED_SHARE * free_memory", "size <= free_memory",
+                    "models/test_dequantized_layers.py", "half_of_the_free"),
+    PackageMutation("models/one_launch.py", "linear.weight if view.weight is None else view.weight", "linear.weight",
+                    "models/test_one_launch.py", "copies"),
     PackageMutation(LORA, "if not any(candidates) or is_patched():", "if not any(candidates):", LORA_TESTS,
                     "patched"),
     PackageMutation(LORA, "return layers if len(dtypes) <= 1 else {}", "return layers", LORA_TESTS, "two_dtypes"),

@@ -66,13 +66,14 @@ class DequantizePlan:
     """Dequantises weights into targets. Keeps its tables of addresses while nothing moves.
 
     Args:
-        targets: contiguous, of float32, float16 or bfloat16, on one device, where they stay. No two overlap.
+        targets: contiguous, of float32, float16 or bfloat16, on one device, where they stay, at multiples of 16 bytes
+            and of a multiple of 32 values. No two overlap.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
         self._targets = list(targets)
         self._signature: list | None = None
-        self._tables: list[tuple[torch.Tensor, torch.Tensor, bool]] = []  # and a tensor of the targets' dtype
+        self._tables: list[tuple[torch.Tensor, torch.Tensor, bool, bool]] = []  # see `_tables`
 
     def __call__(self, sources: Sequence[Packed4Bit],
                  now: torch.Tensor | None = None, before: torch.Tensor | None = None) -> None:
@@ -102,13 +103,13 @@ class DequantizePlan:
             _check(sources, self._targets)
             self._tables = _tables(sources, self._targets)
             self._signature = signature
-        for table, target, is_nested in self._tables:
+        for table, target, is_nested, is_aligned in self._tables:
             with on_device_of(table):
                 # Without fusion: the scale is rounded before the offset is added.
                 _dequantize_4bit_kernel[(len(table),)](
                     table, target, table if now is None else now, table if before is None else before,
-                    CONDITIONAL=now is not None and before is not None, NESTED=is_nested, TILE=TILE, num_warps=4,
-                    enable_fp_fusion=False,
+                    CONDITIONAL=now is not None and before is not None, NESTED=is_nested, ALIGNED=is_aligned,
+                    TILE=TILE, num_warps=4, enable_fp_fusion=False,
                 )
 
 
@@ -134,7 +135,7 @@ def _check(sources: Sequence[Packed4Bit], targets: Sequence[torch.Tensor]) -> No
         wanted = [torch.uint8, torch.float32, torch.uint8 if nested else torch.float32, *[torch.float32] * 3]
         sizes = [t.numel() for t in source._tensors()]
         expected = [source.numel() // 2, 16, scales, 256, -(-scales // (nested.block_size if nested else 1)), 1]
-        even = source.numel() % 2 == 0 and source.block_size % 2 == 0
+        even = source.numel() % 32 == 0 and source.block_size % 2 == 0 and target.data_ptr() % 16 == 0
         whole = all(t.is_contiguous() for t in source._tensors())
         if dtypes != wanted[: len(dtypes)] or sizes != expected[: len(sizes)] or not even or not whole:
             raise ValueError(f"bytes, code, scales of {dtypes} and sizes {sizes} for blocks of {source.block_size} of "
@@ -142,14 +143,16 @@ def _check(sources: Sequence[Packed4Bit], targets: Sequence[torch.Tensor]) -> No
 
 
 def _tables(sources: Sequence[Packed4Bit],
-            targets: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """For each dtype of targets, with and without nested scales, the chunks ``[chunks, 11]`` int64."""
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[Packed4Bit, torch.Tensor]]] = {}
+            targets: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, bool, bool]]:
+    """The chunks ``[chunks, 11]`` int64 and a tensor of the targets' dtype, for each dtype, and whether scales are
+    nested, and bytes lie at multiples of 16."""
+    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[Packed4Bit, torch.Tensor]]] = {}
     for source, target in zip(sources, targets, strict=True):
         if target.numel():
-            kinds.setdefault((target.dtype, source.nested is not None), []).append((source, target))
+            key = target.dtype, source.nested is not None, source.data.data_ptr() % 16 == 0
+            kinds.setdefault(key, []).append((source, target))
     return [(upload(np.concatenate([_chunks(*pair) for pair in pairs]), pairs[0][1].device),
-             pairs[0][1].new_empty(1), is_nested) for (_, is_nested), pairs in kinds.items()]
+             pairs[0][1].new_empty(1), is_nested, is_aligned) for (_, is_nested, is_aligned), pairs in kinds.items()]
 
 
 def _chunks(source: Packed4Bit, target: torch.Tensor) -> np.ndarray:
@@ -169,17 +172,20 @@ def _chunks(source: Packed4Bit, target: torch.Tensor) -> np.ndarray:
 
 @jit()
 def _dequantize_4bit_kernel(table, target_like, now, before, CONDITIONAL: tl.constexpr, NESTED: tl.constexpr,
-                            TILE: tl.constexpr):
+                            ALIGNED: tl.constexpr, TILE: tl.constexpr):
     entry = table + tl.program_id(0).to(tl.int64) * 11
     data = tl.load(entry).to(tl.pointer_type(tl.uint8))
-    target = tl.load(entry + 1).to(tl.pointer_type(target_like.dtype.element_ty))
+    if ALIGNED:
+        data = tl.multiple_of(data, 16)
+    target = tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(target_like.dtype.element_ty)), 16)
     code = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
-    begin = tl.load(entry + 7)
+    begin = tl.multiple_of(tl.load(entry + 7), 16)
     count = tl.load(entry + 8).to(tl.int32)
     of_scale = tl.load(entry + 9)
     of_nested = tl.load(entry + 10)
     if CONDITIONAL:
         count = tl.where(tl.load(now) == tl.load(before), 0, count)
+    count = tl.multiple_of(count, 16)
     lane = tl.arange(0, TILE)
     for start in range(0, count, TILE):
         inside = start + lane < count

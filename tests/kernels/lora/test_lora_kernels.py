@@ -361,10 +361,10 @@ def test_an_update_that_is_rounded_before_it_is_added(run):
     table, = make_tables([Members((((adapter,),),), ((0, 16),), torch.float32, True)], torch.device("cpu"))
     shrunk = torch.zeros(1, 1, 1, 1, 16)
     shrunk[..., 0] = 2049
-    for rounds, expected in ((True, 2048.0), (False, 2050.0)):
+    for rounds, wanted in ((True, 2048.0), (False, 2050.0)):
         product, one = torch.ones(1, 16, dtype=torch.float16), table._replace(rounds_delta=rounds)
         if run == "kernel":
             lora_expand_triton(product, shrunk, one, None, expand_config(product, one, None))
         else:
             lora_expand(product, shrunk, one, None)
-        assert product.unique().tolist() == [expected]
+        assert product.unique().tolist() == [wanted]
