@@ -13,6 +13,7 @@ from hf_paged.vllm_names import LOADING, unknown_names
 ATTENTION_BACKENDS = ("auto", "triton", "hopper", "flash_attn", "torch")
 ALL_REDUCES = ("auto", "nccl", "peers")
 ON_WEIGHT_CHANGE = ("recompute", "keep")
+DEQUANTIZE = (True, False, "auto")
 WARMUPS = (True, False, "full")
 # Arguments of `PagedGenerator.from_pretrained` that are no fields of PagedConfig: they say how a model is loaded.
 OF_LOADING = ("tensor_parallel_size", "dtype", "device", "device_map", "tokenizer", "trust_remote_code", "revision",
@@ -68,6 +69,9 @@ class PagedConfig:
             by layer, with other rounding: a first run may choose other tokens than later runs. False: layer by layer.
         fused_experts: on NVIDIA GPUs experts of up to 256 tokens by hf_paged's kernels (Qwen3-MoE in bf16 or fp16);
             False: by transformers' modules.
+        dequantize: copies of 4-bit weights of bitsandbytes (`Linear4bit`, as in QLoRA) in the dtype the layers compute
+            in, with which Qwen3 and Llama models run by hf_paged's kernels: "auto": where they take at most half of the
+            free memory; True: always, an error if memory is short; False: the layers run as they stand.
         all_reduce: how several GPUs sum their partial results: "nccl"; "peers": by kernels that reach the other GPUs'
             memory over NVLink, an error if the kernels cannot; "auto": by these kernels where they work and are
             faster. Without effect for a model on one device.
@@ -109,6 +113,7 @@ class PagedConfig:
     fused_kernels: bool = True
     one_launch: bool = True
     fused_experts: bool = True
+    dequantize: bool | str = "auto"
     all_reduce: str = "auto"
     on_weight_change: str = "recompute"
     gather_timeout: float = 600.0
@@ -141,6 +146,7 @@ class PagedConfig:
         for name in ("enable_prefix_caching", "group_prefixes", "enforce_eager", "strict", "merge_weights",
                      "fused_kernels", "one_launch", "fused_experts", "speculation"):
             _require_one_of(self, name, (True, False))
+        _require_one_of(self, "dequantize", DEQUANTIZE)
         _require_one_of(self, "all_reduce", ALL_REDUCES)
         _require_one_of(self, "on_weight_change", ON_WEIGHT_CHANGE)
         require_int("structured_max_bytes", self.structured_max_bytes, 1)

@@ -241,7 +241,7 @@ class EngineStats:
             counts once, of a sliding window its positions.
         kv_bytes_saved: bytes that attention would have read besides, had each row read its shared prefix by itself.
         num_draft_tokens, num_accepted_draft_tokens: guesses that steps computed, and guesses that were accepted.
-        shadow_bytes: memory of copies of the weights, in the dtype of autocast or gathered from ranks; else 0.
+        shadow_bytes: memory of copies of the weights, in the dtype of autocast, dequantised, or gathered from ranks.
         num_kernels_compiled, num_kernels_loaded: kernels that this process compiled, or found on the disk, for all its
             engines.
         compile_wait_seconds, capture_seconds: seconds that steps waited for kernels, and captured CUDA graphs.

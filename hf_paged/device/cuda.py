@@ -39,6 +39,20 @@ def shared_memory(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
+def free_memory(device: torch.device) -> int:
+    """Return the free bytes of a GPU, what torch has cached but does not use among them, or of the host.
+
+    0 if unknown.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    names = getattr(os, "sysconf_names", {})
+    if device.type != "cpu" or "SC_AVPHYS_PAGES" not in names:
+        return 0
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def num_cores() -> int:
     """Return the number of the host's cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -58,7 +58,8 @@ def executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
         raise UnsupportedModelError(f"model={type(model).__name__}: {reason}")
     warm_up(model.device)
     executor = executor_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels,
-                              one_launch=config.one_launch, fused_experts=config.fused_experts)
+                              one_launch=config.one_launch, fused_experts=config.fused_experts,
+                              dequantize=config.dequantize)
     if not executor.group.is_parallel:  # calls probably run under the autocast of this thread: no change of it later
         executor.autocast = executor.autocast_of_call()
     check_backend(config.attention_backend, executor.kv_spec().attention(config.block_size))

@@ -77,7 +77,8 @@ class PreparedModel(EngineState):
         """Return a fingerprint of what the model computed when prompts were last received."""
         config = self._config
         options = {"merge_weights": config.merge_weights, "fused_kernels": config.fused_kernels,
-                   "one_launch": config.one_launch, "fused_experts": config.fused_experts}
+                   "one_launch": config.one_launch, "fused_experts": config.fused_experts,
+                   "dequantize": config.dequantize}
         with self._at_work():
             return ModelMark(options, self._executor.autocast, self._state_key, self._guard.checksum())
 

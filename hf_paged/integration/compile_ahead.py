@@ -108,7 +108,8 @@ def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
     if make is None:
         raise UnsupportedModelError(f"model={type(model).__name__}: {why_no_executor(model)}")
     return make(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels,
-                one_launch=config.one_launch, fused_experts=config.fused_experts)
+                one_launch=config.one_launch, fused_experts=config.fused_experts,
+                dequantize=config.dequantize)
 
 
 def _noting(errors: dict[str, None], work: Callable[[], object]) -> None:

@@ -131,6 +131,7 @@ class Preview:
     proof: str | None  # up to where a model that is not fused is proved to compute stock's numbers
     attention: str | None  # the backend that ``attention_backend`` selects on the device; None for a stock model
     other_attention: str | None  # why FlashAttention does not run the prompts, for each package; None if it does
+    quantized: str | None = None  # how 4-bit layers of a fused model run, and why; None if there are none
     experts: str | None = None  # why transformers' modules compute experts of a fused model; None if kernels do
     calls: dict[str, Explanation] = field(default_factory=dict)  # results of `hf_paged.explain` by name
     memory: MemoryPlan | None = None  # None for a stock model
@@ -143,6 +144,8 @@ class Preview:
             f"model      {self.model_class}, {self.num_parameters / 1e6:,.1f} million parameters in {self.dtype}, "
             f"{loaded}", f"layers     {how[self.layers]}",
         ]
+        if self.quantized is not None:
+            lines.append(f"4 bit      {self.quantized}")
         if self.experts is not None:
             lines.append(f"experts    by transformers' modules: {self.experts}")
         if self.proof is not None:
@@ -187,12 +190,14 @@ def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "
     is_loaded = load or getattr(model.config, "quantization_config", None) is not None
     explained = {name: explain(model, **arguments) for name, arguments in calls.items()}
     make = find_executor(model)
-    layers, experts, proof, attention, other, memory = "stock", None, None, None, None, None
+    layers, quantized, experts, proof, attention, other, memory = "stock", None, None, None, None, None, None
     if make is not None and unsupported_class(model) is None:
         executor = make(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels,
-                        one_launch=config.one_launch, fused_experts=config.fused_experts)
+                        one_launch=config.one_launch, fused_experts=config.fused_experts,
+                        dequantize=config.dequantize)
         layers = "fused" if isinstance(executor, FusedExecutor) else "generic"
-        experts = executor.why_not_experts(place) if isinstance(executor, FusedExecutor) else None
+        if isinstance(executor, FusedExecutor):
+            quantized, experts = executor.describe_4bit(place), executor.why_not_experts(place)
         if isinstance(executor, DerivedExecutor):
             proof = (f"stock's numbers in sequences of up to {executor.max_length():,} tokens and steps of up to "
                      f"{executor.max_step_tokens:,}")
@@ -205,7 +210,7 @@ def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "
         memory = planned(executor, config, place, sum(tensor.nbytes for tensor in tensors.values()))
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"the CPU ({platform.machine()})"
     return Preview(type(model).__name__, model.num_parameters(), str(model.dtype).removeprefix("torch."), name,
-                   is_loaded, layers, proof, attention, other, experts, explained, memory)
+                   is_loaded, layers, proof, attention, other, quantized, experts, explained, memory)
 
 
 def model_of_config(path_or_id: str, dtype: str, load: bool, trust_remote_code: bool) -> PreTrainedModel:

@@ -1,22 +1,29 @@
-"""Copies of a dense decoder's linear layers in the dtype of autocast, layers with one input side by side."""
+"""Copies of a dense decoder's linear layers in the dtype they compute in, layers with one input side by side.
+
+They are cast from parameters, under autocast, or dequantised from the 4-bit weights of bitsandbytes' `Linear4bit`.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hf_paged.device.virtual_memory import DriverError, reserve
+from hf_paged.guards.original_classes import patched_class
 from hf_paged.kernels.cast_copies import CopyPlan
+from hf_paged.kernels.dequantize_4bit import DequantizePlan, NestedScales, Packed4Bit
 from hf_paged.models.layer_ops import is_plain_linear
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 512  # bytes
+_BITSANDBYTES, _LINEARS = "bitsandbytes.nn.modules", ("Linear4bit", "LinearNF4", "LinearFP4")
 
 Groups = Mapping[str, tuple[Any, ...]]  # linear layers that read one input, by a name
 
@@ -28,6 +35,25 @@ class Copies(NamedTuple):
     bias: torch.Tensor | None = None
 
 
+class _Renewal:
+    """Writes copies from tensors and from packed weights, with a plan for each of both."""
+
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        self._targets = list(targets)
+        self._are_packed: list[bool] | None = None
+
+    def __call__(self, sources: Sequence[torch.Tensor | Packed4Bit], now: torch.Tensor | None,
+                 before: torch.Tensor | None) -> None:
+        are_packed = [isinstance(source, Packed4Bit) for source in sources]
+        if are_packed != self._are_packed:
+            pairs = list(zip(self._targets, are_packed, strict=True))
+            self._cast = CopyPlan([target for target, is_packed in pairs if not is_packed])
+            self._dequantize = DequantizePlan([target for target, is_packed in pairs if is_packed])
+            self._are_packed = are_packed
+        self._cast([source for source in sources if not isinstance(source, Packed4Bit)], now, before)
+        self._dequantize([source for source in sources if isinstance(source, Packed4Bit)], now, before)
+
+
 class CopiedWeights:
     """Copies for the groups in which a parameter has another dtype; other groups use their own parameters.
 
@@ -35,7 +61,7 @@ class CopiedWeights:
     releases it and `restore` allocates it at the same addresses.
 
     Args:
-        groups: plain layers, grouped by equal inputs; in a group all layers have biases or none has.
+        groups: layers that `can_be_copied`, grouped by equal inputs.
         dtype: dtype of the copies.
 
     Raises:
@@ -46,12 +72,13 @@ class CopiedWeights:
         self.by_name: dict[str, Copies] = {}
         self._dtype = dtype
         self._layout = _layout(groups, dtype)
-        self._plan = CopyPlan([])
+        self._plan = _Renewal([])
         self._checksum: torch.Tensor | None = None  # [1] int64, of the weights that were copied
         self._places: dict[str, tuple[list[int], list[tuple[int, ...]]]] = {}  # rows of each layer; shapes of `Copies`
         self._device = torch.device("cpu")
         for name, linears in _to_copy(groups, dtype):
-            weight, sizes = linears[0].weight, [len(linear.weight) for linear in linears]
+            weights = [_weight(linear, dtype) for linear in linears]
+            weight, sizes = weights[0], [weight.shape[0] for weight in weights]
             shape = sum(sizes), *weight.shape[1:]
             self._places[name] = sizes, [shape] if linears[0].bias is None else [shape, shape[:1]]
             self._device = weight.device
@@ -76,14 +103,14 @@ class CopiedWeights:
                 made = [next(tensors) for _ in shapes]
                 by_name[name] = Copies(*made)
                 targets += [part for one in made for part in one.split(sizes)]
-        self._plan, self._checksum = CopyPlan(targets), None
+        self._plan, self._checksum = _Renewal(targets), None
         self.by_name = by_name  # last: `is_here` reads it
 
     def unmap(self) -> bool:
         """Release the memory and keep its addresses; returns False if only the end of this object can free it."""
         if self._memory is None:
             return False
-        self.by_name, self._plan = {}, CopyPlan([])
+        self.by_name, self._plan = {}, _Renewal([])
         try:
             self._memory.release()
         except DriverError:
@@ -124,7 +151,7 @@ class CopiedWeights:
         if not self.by_name:
             return
         known = None if checksum is None else self._checksum
-        sources = [t for name in self.by_name for t in _tensors(groups[name])]
+        sources = [t for name in self.by_name for t in _tensors(groups[name], self._dtype)]
         self._plan(sources, None if known is None else checksum, known)
         if known is None or checksum is None:
             self._checksum = None if checksum is None else checksum.clone()
@@ -149,27 +176,73 @@ def _whole(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def copied_bytes(groups: Groups, dtype: torch.dtype) -> int:
     """Return the bytes that `CopiedWeights` would take."""
-    return sum(t.numel() for _, linears in _to_copy(groups, dtype) for t in _tensors(linears)) * dtype.itemsize
+    return sum(t.numel() for _, linears in _to_copy(groups, dtype) for t in _tensors(linears, dtype)) * dtype.itemsize
 
 
 def _to_copy(groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for name, linears in groups.items():
-        if any(tensor.dtype != dtype for tensor in _tensors(linears)):
+        if any(tensor.dtype != dtype for tensor in _tensors(linears, dtype)):
             yield name, linears
 
 
-def can_be_copied(groups: Groups) -> bool:
-    """Return whether all are plain layers of an unsharded model, with biases in all or in none of each group."""
-    plain = all(type(linear) is nn.Linear and is_plain_linear(linear) for of in groups.values() for linear in of)
-    return plain and all(len({linear.bias is None for linear in linears}) == 1 for linears in groups.values())
+def can_be_copied(groups: Groups, dtype: torch.dtype) -> bool:
+    """Return whether all are plain layers of an unsharded model, or 4-bit ones that compute in `dtype`, with biases in
+    all or in none of each group."""
+    known = all((type(linear) is nn.Linear and is_plain_linear(linear)) or packed_weight(linear, dtype) is not None
+                for of in groups.values() for linear in of)
+    return known and all(len({linear.bias is None for linear in linears}) == 1 for linears in groups.values())
 
 
-def _tensors(linears: tuple[Any, ...]) -> list[torch.Tensor]:
+def may_have_4bit() -> bool:
+    """Return whether bitsandbytes is loaded: else there can be no 4-bit layer."""
+    return _BITSANDBYTES in sys.modules
+
+
+def is_4bit(layer: nn.Module) -> bool:
+    """Return whether a layer is bitsandbytes' `Linear4bit`, whose code may be patched and whose settings any."""
+    home = sys.modules.get(_BITSANDBYTES)
+    return home is not None and type(layer) in (getattr(home, name, None) for name in _LINEARS)
+
+
+def packed_weight(layer: Any, dtype: torch.dtype) -> Packed4Bit | None:
+    """Return the weight of a 4-bit layer that multiplies inputs of `dtype` in that dtype, else None.
+
+    None, too, if the layer has hooks or patched code, if it has not quantized its weight yet, if a block of one scale
+    crosses rows (bitsandbytes 0.50.2 reads other scales then on a CPU), and if the bytes were laid out anew for a CPU.
+    """
+    if not is_4bit(layer) or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+        return None
+    state = vars(layer.weight).get("quant_state") or vars(layer).get("quant_state")
+    if state is None or getattr(state, "packing_format_for_cpu", False) or patched_class((type(layer),)) is not None:
+        return None
+    # The first input sets the dtype where none is set.
+    computes_in = layer.compute_dtype if layer.compute_type_is_set or dtype == torch.float16 else dtype
+    shape, is_known = torch.Size(state.shape), state.quant_type in ("nf4", "fp4")
+    # Versions before `gemm_4bit` round to the dtype of the weight that was quantized first.
+    rounds_twice = state.dtype != dtype and not hasattr(torch.ops.bitsandbytes, "gemm_4bit")
+    if computes_in not in (dtype, None) or not is_known or rounds_twice or len(shape) != 2:
+        return None
+    if shape != torch.Size((layer.out_features, layer.in_features)) or shape[1] % state.blocksize or state.code is None:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        data = layer.weight.detach().reshape(-1).view(torch.uint8)
+    nested = None
+    if state.nested:
+        nested = NestedScales(state.state2.code, state.state2.absmax, state.offset, state.state2.blocksize)
+    return Packed4Bit(data, shape, state.code, state.absmax, state.blocksize, nested)
+
+
+def _weight(linear: Any, dtype: torch.dtype) -> torch.Tensor | Packed4Bit:
+    packed = packed_weight(linear, dtype)
+    return linear.weight if packed is None else packed
+
+
+def _tensors(linears: tuple[Any, ...], dtype: torch.dtype) -> list[torch.Tensor | Packed4Bit]:
     """Return weights, then biases."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    return [*(linear.weight for linear in linears), *biases]
+    return [*(_weight(linear, dtype) for linear in linears), *biases]
 
 
 def _layout(groups: Groups, dtype: torch.dtype) -> tuple[torch.dtype, list[tuple]]:
     found = _to_copy(groups, dtype)
-    return dtype, [(name, [(t.shape, t.device) for t in _tensors(linears)]) for name, linears in found]
+    return dtype, [(name, [(t.shape, t.device) for t in _tensors(linears, dtype)]) for name, linears in found]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_paged.device.cuda import free_memory
 from hf_paged.errors import Reason
 from hf_paged.guards.families import SILU, Family
 from hf_paged.guards.hints import DISAGREE
@@ -32,7 +33,7 @@ from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache
 from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_unchecked
 from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
 from hf_paged.models.base import AttentionMask, KVSpec, StepContext
-from hf_paged.models.copied_weights import can_be_copied, copied_bytes
+from hf_paged.models.copied_weights import Groups, can_be_copied, copied_bytes, is_4bit, may_have_4bit
 from hf_paged.models.executor import ModelExecutor, plain_values
 from hf_paged.models.experts import ExpertsParts, apply_experts, new_arrivals, read_experts, why_not_on
 from hf_paged.models.layer_ops import FUSED, PLAIN, apply_head, is_plain_linear
@@ -48,6 +49,9 @@ logger = logging.getLogger(__name__)
 _SHAPES = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
 # A module of a model, its path, and the class it has to have; None for a layer of any known kind (linear, LoRA).
 _Part = tuple[str, nn.Module, type | None]
+
+
+_COPIED_SHARE = 0.5  # of free memory that copies of 4-bit weights may take with dequantize="auto"
 
 
 class LayerParts(NamedTuple):
@@ -84,14 +88,16 @@ class FusedExecutor(ModelExecutor):
     """Executor that runs the layers of one family by its own code, on `MergedWeight` and with `LayerOps`.
 
     Under autocast a dense model of plain linear layers runs so with `CopiedWeights`; any other model (quantized
-    layers, experts) runs by its own modules.
+    layers, experts) runs by its own modules. 4-bit layers of bitsandbytes run so with `CopiedWeights`, too, where
+    ``dequantize`` (see `PagedConfig`) and memory allow it.
     """
 
     body = "model"
     calls_modules = False
 
     def __init__(self, model: PreTrainedModel, *, family: Family, merge_weights: bool = True,
-                 fused_kernels: bool = True, one_launch: bool = True, fused_experts: bool = True) -> None:
+                 fused_kernels: bool = True, one_launch: bool = True, fused_experts: bool = True,
+                 dequantize: bool | str = "auto") -> None:
         self.family = family
         self.has_experts = "experts" in family.parts
         self._spec: tuple[tuple, KVSpec] | None = None  # with the values that it was read from
@@ -100,6 +106,8 @@ class FusedExecutor(ModelExecutor):
         self._ops = FUSED if fused_kernels else PLAIN
         self._wants_one_launch = one_launch and fused_kernels
         self._wants_experts = fused_experts and fused_kernels
+        self._wants_dequantized = dequantize
+        self._fitting: tuple[int, bool] | None = None  # bytes of copies of 4-bit weights, and whether they may be made
         self._arrivals: torch.Tensor | None = None  # of `ExpertsParts`
         self._why_modules: str | None = None  # why the last block of experts without parts has none
         self._has_head_norms = "q_norm" in family.parts
@@ -277,20 +285,82 @@ class FusedExecutor(ModelExecutor):
 
     def _prepare_copies(self) -> None:
         """Make or drop copies as the running calls need them; `refresh` fills them."""
-        self._runs_modules = self.autocast is not None and not self._can_cast_by_copies()
-        if self.autocast is None or self._runs_modules:
+        dtype, groups = self._to_copy()
+        self._runs_modules = self.autocast is not None and not groups
+        if not groups:
             self._linears.copied = None
-        else:
-            self._linears.cast(self.autocast)
+            return
+        try:
+            self._linears.copy(groups, dtype)
+        except torch.OutOfMemoryError as error:
+            if self._wants_dequantized is False or not _has_4bit(groups):
+                raise
+            size = copied_bytes(groups, dtype)
+            if self._wants_dequantized is True:
+                raise torch.OutOfMemoryError(
+                    f"dequantize=True: {size / 2**30:.2f} GiB for copies of the 4-bit weights are not free. Free "
+                    "memory, or set dequantize=\"auto\" or False, with which the layers run as they stand"
+                ) from error
+            self._fitting = size, False
+            self._prepare_copies()
 
-    def _can_cast_by_copies(self) -> bool:
-        """Return whether autocast would cast nothing but plain linear layers."""
-        if type(self.model.model.embed_tokens) is not nn.Embedding:
-            return False
-        if any(has_experts(layer.mlp) for layer in self._layers()):
-            return False
+    def _to_copy(self) -> tuple[torch.dtype, Groups]:
+        """Return the dtype and the groups of copies; no groups if there is nothing to copy.
+
+        Under autocast, if modules have to run as they stand.
+        """
+        dtype = self.autocast or self.kv_spec().compute_dtype
+        if self.autocast is None and not may_have_4bit():
+            return dtype, {}
         self._read_linears()
-        return can_be_copied(self._linears.bases())
+        groups: Groups = self._castable() if self.autocast is not None else self._linears.packed_bases(dtype)
+        return dtype, groups if not _has_4bit(groups) or self._may_dequantize(groups, dtype) else {}
+
+    def describe_4bit(self, device: torch.device) -> str | None:
+        """Return how 4-bit layers would run on a device without autocast, and why; None if there are none."""
+        if not may_have_4bit() or not any(map(is_4bit, self.model.modules())):
+            return None
+        self._read_linears()
+        dtype = self.kv_spec().compute_dtype
+        if self._wants_dequantized is False:
+            return "as they stand: dequantize=False"
+        if not (groups := self._linears.packed_bases(dtype)):
+            return f"as they stand: they do not compute in {dtype}, or have hooks or patched code"
+        size, free = copied_bytes(groups, dtype), free_memory(device)
+        if self._wants_dequantized == "auto" and size > _COPIED_SHARE * free:
+            return f"as they stand: copies of {size / 2**30:.2f} GiB exceed half of the {free / 2**30:.2f} GiB free"
+        return f"by copies of {size / 2**30:.2f} GiB in {dtype}"
+
+    def _castable(self) -> Groups:
+        """Return the groups of linear layers if autocast would cast nothing else."""
+        assert self.autocast is not None
+        if type(self.model.model.embed_tokens) is not nn.Embedding:
+            return {}
+        if any(has_experts(layer.mlp) for layer in self._layers()):
+            return {}
+        bases = self._linears.bases()
+        # A 4-bit layer hands on the dtype of its input, whatever autocast says.
+        if _has_4bit(bases) and any(norm.weight.dtype != self.autocast for norm in self._norms()):
+            return {}
+        return bases if can_be_copied(bases, self.autocast) else {}
+
+    def _norms(self) -> Iterator[Any]:
+        """Yield the embedding and the norms, whose dtype the linear layers' inputs have."""
+        yield self.model.model.embed_tokens
+        yield self.model.model.norm
+        for layer in self._layers():
+            yield from (layer.input_layernorm, layer.post_attention_layernorm)
+
+    def _may_dequantize(self, groups: Groups, dtype: torch.dtype) -> bool:
+        """Return whether copies of these groups may be made; decided once, since copies change what is free."""
+        if self._wants_dequantized != "auto":
+            return bool(self._wants_dequantized)
+        size = copied_bytes(groups, dtype)
+        if self._fitting is None or self._fitting[0] != size:
+            self._fitting = size, size <= _COPIED_SHARE * free_memory(self.kv_spec().device)
+            logger.info("hf_paged: copies of 4-bit weights take %.2f GiB and are %s", size / 2**30,
+                        "made" if self._fitting[1] else "not made: memory is short, so the layers run as they stand")
+        return self._fitting[1]
 
     def refresh(self, checksum: torch.Tensor | None) -> None:
         if self._linears.copied is not None:
@@ -312,10 +382,9 @@ class FusedExecutor(ModelExecutor):
         return 0 if self._linears.copied is None else self._linears.copied.nbytes
 
     def bytes_to_come(self) -> int:
-        if self.autocast is None or not self._can_cast_by_copies():
-            return 0
+        dtype, groups = self._to_copy()
         copied = self._linears.copied
-        return 0 if copied is not None and copied.is_here else copied_bytes(self._linears.bases(), self.autocast)
+        return 0 if copied is not None and copied.is_here else copied_bytes(groups, dtype)
 
     def own_tensors(self) -> list[torch.Tensor]:
         return self._linears.tensors()
@@ -328,14 +397,14 @@ class FusedExecutor(ModelExecutor):
     def _would_find_the_same(self) -> bool:
         """Return whether looking up everything again would change nothing."""
         self._read_linears()
-        if self.autocast is not None:
-            if self._runs_modules == self._can_cast_by_copies():
-                return False
-            if self._runs_modules:
-                return True
-            copied = self._linears.copied
-            if copied is None or not copied.fit(self._linears.bases(), self.autocast):
-                return False
+        dtype, groups = self._to_copy()
+        if self._runs_modules != (self.autocast is not None and not groups):
+            return False
+        if self._runs_modules:
+            return True
+        copied = self._linears.copied
+        if (copied is None) != (not groups) or (copied is not None and not copied.fit(groups, dtype)):
+            return False
         found = self._collect_parts()
         return len(found) == len(self._layer_parts) and all(map(LayerParts.is_same, self._layer_parts, found))
 
@@ -350,6 +419,7 @@ class FusedExecutor(ModelExecutor):
     def release(self) -> None:
         super().release()
         self._rope, self._linears, self._one_launch = RopeTable(), DecoderLinears(), None
+        self._fitting = None
 
     def may_use_one_launch(self, rows: int, lengths: np.ndarray) -> bool:
         return self._one_launch is not None and decoder_layers_support.pays_off(rows, lengths)
@@ -570,6 +640,10 @@ class FusedExecutor(ModelExecutor):
 
     def _view(self, key: str) -> Any:
         return self._linears.view(key, self._ops, joins=self._joins)
+
+
+def _has_4bit(groups: Groups) -> bool:
+    return any(is_4bit(linear) for linears in groups.values() for linear in linears)
 
 
 def narrow_layer(num_layers: int) -> int:

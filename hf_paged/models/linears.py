@@ -17,7 +17,7 @@ from hf_paged.guards.snapshot import tensors_inside
 from hf_paged.kernels.layer.silu_mul import silu_mul_host
 from hf_paged.kernels.lora.lora_expand import Delta
 from hf_paged.models.adapted_layers import AdaptedLayers, silu_mul_of
-from hf_paged.models.copied_weights import CopiedWeights, Copies
+from hf_paged.models.copied_weights import CopiedWeights, Copies, can_be_copied, is_4bit
 from hf_paged.models.layer_ops import LayerOps, apply_linear, is_plain_linear, row_product
 from hf_paged.models.lora import Adapters
 from hf_paged.models.merged import MergedWeight, keep_alive, merge
@@ -147,12 +147,17 @@ class DecoderLinears:
     def _bases(self, linears: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
         return tuple(map(self.adapters.base, linears)) if self.adapters else linears
 
-    def cast(self, dtype: torch.dtype) -> None:
-        """Make copies in this dtype, where they do not fit the layers any more; `CopiedWeights.refresh` fills them."""
-        bases = self.bases()
-        if self.copied is None or not self.copied.fit(bases, dtype):
+    def packed_bases(self, dtype: torch.dtype) -> dict[str, tuple[nn.Module, ...]]:
+        """Return the groups of `bases` with 4-bit layers that can be copied in this dtype, in which they compute."""
+        return {key: linears for key, linears in self.bases().items()
+                if any(map(is_4bit, linears)) and can_be_copied({key: linears}, dtype)}
+
+    def copy(self, groups: Mapping[str, tuple[nn.Module, ...]], dtype: torch.dtype) -> None:
+        """Make copies of these groups of `bases` in this dtype, where they do not fit the layers any more;
+        `CopiedWeights.refresh` fills them."""
+        if self.copied is None or not self.copied.fit(groups, dtype):
             self.copied = None  # first: memory may not hold both
-            self.copied = CopiedWeights(bases, dtype)
+            self.copied = CopiedWeights(groups, dtype)
         self.copied.restore()
 
     def copies(self) -> Mapping[str, Copies]:

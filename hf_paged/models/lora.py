@@ -1,8 +1,9 @@
-"""PEFT's LoRA over plain linear layers, as fused layers compute it: two launches for all layers that read one input.
+"""PEFT's LoRA over linear layers, as fused layers compute it: two launches for all layers that read one input.
 
-Follows `peft.tuners.lora.layer.Linear.forward` and `_mixed_batch_forward` of PEFT 0.18 to 0.21, with their rounding but
-for sums that a kernel keeps in float32. Kernels read adapters in place, so a trained adapter needs no renewal. This
-file never imports PEFT; other tuners and LoRA's variants (DoRA) are called as they stand.
+Follows `peft.tuners.lora.layer.Linear.forward` and `_mixed_batch_forward` of PEFT 0.18 to 0.21, and their like for
+quantized base layers, with their rounding but for sums that a kernel keeps in float32. Kernels read adapters in place,
+so a trained adapter needs no renewal. This file never imports PEFT; other tuners and LoRA's variants (DoRA) are called
+as they stand.
 """
 
 from __future__ import annotations
@@ -16,26 +17,38 @@ from torch import nn
 
 from hf_paged.guards.hooks import has_only_names
 from hf_paged.guards.original_classes import patched_class
+from hf_paged.guards.quantized import is_quantized_forward
+from hf_paged.guards.tokenwise import row_mixing_of_layer
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.lora.lora_table import Adapter, Entry, Members, make_tables
 from hf_paged.models.adapted_layers import AdaptedLayers
 from hf_paged.models.layer_ops import is_plain_linear
-from hf_paged.models.tuners import is_lora
+from hf_paged.models.tuners import is_adapted, is_lora
 
 _MODULE = "peft.tuners.lora.layer"
+# Classes of LoRA layers, and whether they round an adapter's update to the result's dtype before they add it.
+_CLASSES = (
+    (_MODULE, "Linear", False), ("peft.tuners.lora.torchao", "TorchaoLoraLinear", False),
+    ("peft.tuners.lora.gptq", "GPTQLoraLinear", False), ("peft.tuners.lora.hqq", "HqqLoraLinear", False),
+    ("peft.tuners.lora.bnb", "Linear4bit", True), ("peft.tuners.lora.awq", "AwqLoraLinear", True),
+    ("peft.tuners.lora.aqlm", "AqlmLoraLinear", True),
+)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class LoraLayer(NamedTuple):
-    """LoRA layer as it was read: the plain layer inside, its adapters by name, and names of the active adapters."""
+    """LoRA layer as it was read: the layer inside, its adapters by name, names of the active adapters, and whether an
+    update is rounded before it is added."""
 
-    base: nn.Linear
+    base: Any
     adapters: dict[str, Adapter]
     active: tuple[str, ...]
+    rounds_delta: bool
 
     def key(self) -> tuple:
         """Return a key that stays equal as long as the layer computes the same from tensors at the same places."""
-        return id(self.base), self.active, [(name, adapter.key()) for name, adapter in self.adapters.items()]
+        adapters = [(name, adapter.key()) for name, adapter in self.adapters.items()]
+        return id(self.base), self.rounds_delta, self.active, adapters
 
 
 def is_loaded() -> bool:
@@ -43,52 +56,70 @@ def is_loaded() -> bool:
     return _MODULE in sys.modules
 
 
-def _class() -> type | None:
-    return getattr(sys.modules.get(_MODULE), "Linear", None)
+def _classes() -> dict[type, bool]:
+    """Return the loaded classes of LoRA layers, and whether they round updates before they add them."""
+    found = ((getattr(sys.modules.get(module), name, None), rounds) for module, name, rounds in _CLASSES)
+    return {kind: rounds for kind, rounds in found if kind is not None}
 
 
 def is_patched() -> bool:
-    """Return whether the class of PEFT's LoRA layers is patched: then these run as they stand."""
-    kind = _class()
-    return kind is not None and patched_class((kind,)) is not None
+    """Return whether a class of PEFT's LoRA layers is patched: then these run as they stand."""
+    return patched_class(_classes()) is not None
 
 
-def find_layers(modules: Iterable[nn.Module]) -> dict[int, LoraLayer]:
-    """Return, by id, the modules that are LoRA layers this file supports; none if their adapters differ in dtype."""
-    kind = _class()
-    candidates = [module for module in modules if type(module) is kind]
-    if not candidates or is_patched():
+def find_layers(groups: Iterable[Iterable[nn.Module]]) -> dict[int, LoraLayer]:
+    """Return, by id, the modules that are LoRA layers this file supports.
+
+    None if their adapters differ in dtype, and none of a group whose layers round differently.
+    """
+    kinds = _classes()
+    candidates = [[module for module in group if type(module) in kinds] for group in groups]
+    if not any(candidates) or is_patched():
         return {}
-    layers = {id(module): layer for module in candidates if (layer := _read(module)) is not None}
+    layers: dict[int, LoraLayer] = {}
+    for group in candidates:
+        found = {id(module): layer for module in group if (layer := _read(module, kinds[type(module)])) is not None}
+        if len({layer.rounds_delta for layer in found.values()}) <= 1:
+            layers |= found
     dtypes = {adapter.a.dtype for layer in layers.values() for adapter in layer.adapters.values()}
     return layers if len(dtypes) <= 1 else {}
 
 
-def _read(module: Any) -> LoraLayer | None:
+def _read(module: Any, rounds_delta: bool) -> LoraLayer | None:
     """Read a LoRA layer; returns None if its forward is more than the base's product and that of plain adapters."""
     base = module.base_layer
-    if type(base) is not nn.Linear or not is_plain_linear(base) or not _is_bare(module):
+    if not _is_base(base) or not _is_bare(module):
         return None
     if module.lora_variant or not module.cast_input_dtype_enabled:
         return None
     if module.disable_adapters or module.merged:
         # A disabled layer with merged adapters would unmerge them in its forward.
-        return None if module.disable_adapters and module.merged else LoraLayer(base, {}, ())
+        merged = module.disable_adapters and module.merged
+        return None if merged else LoraLayer(base, {}, (), rounds_delta)
     adapters: dict[str, Adapter] = {}
     for name in module.lora_A:
         if (adapter := _adapter(module, name, base)) is None:
             return None
         adapters[name] = adapter
-    return LoraLayer(base, adapters, tuple(name for name in module.active_adapters if name in adapters))
+    return LoraLayer(base, adapters, tuple(name for name in module.active_adapters if name in adapters), rounds_delta)
 
 
-def _adapter(module: Any, name: str, base: nn.Linear) -> Adapter | None:
+def _is_base(base: Any) -> bool:
+    """Return whether a base layer is plain, or a quantized one that is called as it stands (or copied)."""
+    if type(base) is nn.Linear and type(base.weight) is nn.Parameter and base.weight.is_floating_point():
+        return is_plain_linear(base) or is_quantized_forward(base)
+    known = all(isinstance(getattr(base, name, None), int) for name in ("in_features", "out_features"))
+    return known and row_mixing_of_layer(base) is None and not is_adapted(base) and _is_bare(base)
+
+
+def _adapter(module: Any, name: str, base: Any) -> Adapter | None:
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     plain = is_plain_linear(a) and is_plain_linear(b) and a.bias is None and type(a) is type(b) is nn.Linear
     if not plain or type(dropout) not in (nn.Identity, nn.Dropout) or not _is_bare(dropout):
         return None
+    device = next((t.device for t in (*base.parameters(), *base.buffers())), a.weight.device)
     tensors = [a.weight, b.weight, *([] if b.bias is None else [b.bias])]
-    alike = {(t.dtype, t.device, t.is_contiguous()) for t in tensors} == {(a.weight.dtype, base.weight.device, True)}
+    alike = {(t.dtype, t.device, t.is_contiguous()) for t in tensors} == {(a.weight.dtype, device, True)}
     rank = len(a.weight)
     fits = a.weight.shape == (rank, base.in_features) and b.weight.shape == (base.out_features, rank)
     if not alike or not fits or a.weight.dtype not in _DTYPES:
@@ -126,7 +157,7 @@ class Adapters:
             autocast: dtype to which the calls cast.
         """
         known = [group for group in groups if all(_num_outputs(module) is not None for module in group)]
-        self._layers = find_layers(module for group in known for module in group)
+        self._layers = find_layers(known)
         self._modules, self._names, self._autocast = groups, tuple(names), autocast
         self.key = [layer.key() for layer in self._layers.values()], (*self._names, autocast) if self._layers else ()
         self._groups: dict[tuple[int, ...], AdaptedLayers] = {}
@@ -139,7 +170,7 @@ class Adapters:
         return bool(self._layers)
 
     def base(self, module: nn.Module) -> nn.Module:
-        """Return the plain layer inside one of the LoRA layers; of any other module the module itself."""
+        """Return the layer inside one of the LoRA layers; of any other module the module itself."""
         layer = self._layers.get(id(module))
         return module if layer is None else layer.base
 
@@ -180,4 +211,4 @@ class Adapters:
             for p in range(most))
         named = tuple((tuple(layer.adapters.get(name) for layer in found),) for name in self._names)
         dtype = next(iter(found[0].adapters.values())).a.dtype
-        return Members((active, *named), tuple(columns), self._autocast or dtype)
+        return Members((active, *named), tuple(columns), self._autocast or dtype, found[0].rounds_delta)

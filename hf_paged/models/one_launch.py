@@ -151,11 +151,18 @@ def decoder_of(layers: Sequence[Any], final_norm: Any, caches: Sequence[tuple[to
     found = []
     for layer, cache in zip(layers, caches, strict=True):
         head_norms = layer.head_norms or (None, None)
-        (o_proj,), (down_proj,) = layer.o_proj.linears, layer.down_proj.linears
-        found.append((layer.qkv.weight, o_proj.weight, layer.gate_up.weight, down_proj.weight, *cache,
+        found.append((layer.qkv.weight, _weight_of(layer.o_proj), layer.gate_up.weight, _weight_of(layer.down_proj),
+                      *cache,
                       layer.input_norm.weight, layer.post_norm.weight,
                       *(None if norm is None else norm.weight for norm in head_norms)))
     return Decoder(tuple(found), final_norm.weight, final_norm.variance_epsilon, layers[0].options.scale)
+
+
+def _weight_of(view: LinearView) -> torch.Tensor:
+    """Return the weight of a view of one layer: its copy, if there is one."""
+    (linear,) = view.linears
+    weight: torch.Tensor = linear.weight if view.weight is None else view.weight
+    return weight
 
 
 def _of_view(view: LinearView) -> str | None:

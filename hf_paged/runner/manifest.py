@@ -36,7 +36,7 @@ _MOST_REPEATED = 64
 _IDLE_S = 10.0
 # Fields of PagedConfig that decide which kernels and shapes there are.
 _FIELDS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "group_prefixes", "enforce_eager",
-           "attention_backend", "merge_weights", "fused_kernels", "one_launch", "fused_experts",
+           "attention_backend", "merge_weights", "fused_kernels", "one_launch", "fused_experts", "dequantize",
            "all_reduce", "speculation")
 _NO_IDENTITY = ("_name_or_path", "transformers_version")
 

@@ -113,18 +113,18 @@ def test_another_dtype_needs_other_copies_and_a_shape_too():
 def test_a_layer_that_is_plain_no_more_is_noticed(hook):
     model, executor = prepared()
     for _ in range(2):
-        assert executor._can_cast_by_copies()
+        assert executor._castable()
         handle = getattr(model.model.layers[1].self_attn.v_proj, hook)(lambda *args: None)
-        assert not executor._can_cast_by_copies()
+        assert not executor._castable()
         handle.remove()
-    assert executor._can_cast_by_copies()
+    assert executor._castable()
     model.lm_head.forward = lambda hidden: hidden
-    assert not executor._can_cast_by_copies()
+    assert not executor._castable()
     del model.lm_head.forward
-    assert executor._can_cast_by_copies()
+    assert executor._castable()
     projection = model.model.layers[0].self_attn.k_proj
     projection.bias = nn.Parameter(torch.zeros(len(projection.weight)))
-    assert not executor._can_cast_by_copies()
+    assert not executor._castable()
 
 
 def test_fewer_layers_are_other_groups():

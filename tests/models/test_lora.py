@@ -213,17 +213,17 @@ def _set(owner, name, value):
 ], ids=range(10))
 def test_what_is_no_plain_lora(change):
     model = with_adapter(tiny_model())
-    assert id(_linear(model)) in find_layers([_linear(model)])
+    assert id(_linear(model)) in find_layers([[_linear(model)]])
     change(model)
-    assert not find_layers([_linear(model)])
+    assert not find_layers([[_linear(model)]])
 
 
 def test_adapters_of_two_dtypes_are_left_to_peft():
     model = with_adapter(tiny_model())
     _first_layer(model).k_proj.lora_A["default"].half()
     _first_layer(model).k_proj.lora_B["default"].half()
-    assert not find_layers([_linear(model), _first_layer(model).k_proj])
-    assert find_layers([_first_layer(model).k_proj])
+    assert not find_layers([[_linear(model), _first_layer(model).k_proj]])
+    assert find_layers([[_first_layer(model).k_proj]])
 
 
 def test_a_patched_class_is_left_to_peft(monkeypatch):
@@ -235,8 +235,9 @@ def test_a_patched_class_is_left_to_peft(monkeypatch):
 
 def test_peft_need_not_be_there(monkeypatch):
     monkeypatch.setattr(lora, "_MODULE", "no.such.module")
+    monkeypatch.setattr(lora, "_CLASSES", (("no.such.module", "Linear", False),))
     assert not lora.is_loaded()
-    assert not find_layers([_linear(with_adapter(tiny_model()))])
+    assert not find_layers([[_linear(with_adapter(tiny_model()))]])
 
 
 SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256}

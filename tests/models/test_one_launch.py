@@ -19,6 +19,7 @@ import pytest
 import torch
 from fake_plan import fake_plans
 from family_models import family_model
+from packed_models import install, quantize
 from support import assert_native_parity, batch, random_prompts, tiny_model
 from torch import nn
 from transformers import GenerationConfig
@@ -216,6 +217,13 @@ def test_autocast_runs_layer_by_layer(plans):
     with torch.autocast("cpu", torch.bfloat16):
         model.generate(**batch([9]), max_new_tokens=4, do_sample=False)
     assert not plans.made
+
+
+def test_copies_of_4bit_weights_are_read_in_place_of_these(plans, monkeypatch):
+    install(monkeypatch)
+    model = enabled(lambda: quantize(MODELS["qwen3"]()), dequantize=True)
+    assert_native_parity(model, **batch([21]), max_new_tokens=8, do_sample=False)
+    assert plans.rows == [1] * 7
 
 
 def test_a_lora_adapter_runs_layer_by_layer(plans):

@@ -34,6 +34,7 @@ class LoraShape(NamedTuple):
     low: bool  # that is not float32
     precision: str  # of float32 products, see `lora_dot`
     aligned: bool
+    rounds_delta: bool
 
 
 @jit()
@@ -159,6 +160,14 @@ def add_bias(acc, places, scales, entry, member, n, n_inside, L: tl.constexpr):
 
 
 @jit()
+def plus_delta(base, acc, dtype: tl.constexpr, L: tl.constexpr):
+    """base + acc of float32 in `dtype`; with L.rounds_delta acc is rounded to it first."""
+    if L.rounds_delta:
+        acc = acc.to(dtype).to(tl.float32)
+    return (base + acc).to(dtype)
+
+
+@jit()
 def shrink_chunk(sums, first, x_tile, column, known, places, entry, WIDTH, COLUMNS: tl.constexpr,
                  X_IS_EXACT: tl.constexpr, L: tl.constexpr):
     """sums [rows, COLUMNS] and the products of some columns of x, of WIDTH, with the entry's ranks from `first` on."""
@@ -201,7 +210,7 @@ def shape_of(table: LoraTable, precision: str) -> LoraShape:
     return LoraShape(
         table.num_parts, table.num_members, table.rank, table.rank_tile, table.rank_divisor, table.has_bias,
         _KINDS[table.dtype], _KINDS[table.compute_dtype], table.compute_dtype != torch.float32, precision,
-        table.aligned,
+        table.aligned, table.rounds_delta,
     )
 
 

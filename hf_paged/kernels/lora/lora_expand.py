@@ -26,6 +26,7 @@ from hf_paged.kernels.lora._lora_tile import (
     early_options,
     member_arguments,
     places_of,
+    plus_delta,
     precision_of,
     prefetch_b,
     prefetches,
@@ -76,6 +77,8 @@ def lora_expand_unchecked(product: torch.Tensor, shrunk: torch.Tensor, table: Lo
                 order: RowOrder | None) -> torch.Tensor:
     """``product + shrunk @ b.T + bias * scaling``, in place, added up in float32 and rounded once.
 
+    With the table's `rounds_delta` what is added to the product is rounded to its dtype first.
+
     Args:
         product: ``[T, N]``, rows contiguous; the table's `columns` say where each member's are.
         shrunk: of `lora_shrink` with the same table and entries; rounded to the table's `compute_dtype`.
@@ -99,7 +102,7 @@ lora_expand = checked(_check, lora_expand_unchecked)
 def lora_expand_reference(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
                           order: RowOrder | None) -> torch.Tensor:
     """:func:`lora_expand` in plain torch."""
-    total, sums = product.float(), shrunk.sum(0).to(table.compute_dtype).float()
+    total, sums = torch.zeros_like(product, dtype=torch.float32), shrunk.sum(0).to(table.compute_dtype).float()
     for e, entry in enumerate(table.entries[: 1 if order is None else None]):
         rows = (torch.arange(len(product), device=product.device) if order is None
                 else (order.entries == e).nonzero()[:, 0])
@@ -112,7 +115,7 @@ def lora_expand_reference(product: torch.Tensor, shrunk: torch.Tensor, table: Lo
                 if adapter.bias is not None:
                     delta += adapter.bias.to(table.compute_dtype).float() * adapter.scaling
                 total[rows, first : first + size] += delta
-    return product.copy_(total)
+    return product.copy_(product.float() + (total.to(product.dtype) if table.rounds_delta else total))
 
 
 def lora_expand_silu_mul_unchecked(
@@ -200,9 +203,9 @@ def _expand_kernel(
         acc_up = add_delta(acc_up, shrunk_rows, split_stride, places, entry, inside, 1, n, n_inside, SPLITS, L)
         if L.has_bias:
             acc_up = add_bias(acc_up, places, scales, entry, 1, n, n_inside, L)
-    result = (base + acc).to(dtype)
+    result = plus_delta(base, acc, dtype, L)
     if SILU:
-        up = (base_up + acc_up).to(dtype).to(tl.float32)
+        up = plus_delta(base_up, acc_up, dtype, L).to(tl.float32)
         result = silu_mul_tile(result.to(tl.float32), up, dtype, INTERPRETED)
         begin = 0
     if HAS_NEXT:

@@ -27,6 +27,7 @@ from hf_paged.kernels.lora._lora_tile import (
     early_options,
     member_arguments,
     places_of,
+    plus_delta,
     precision_of,
     rows_of_tile,
     shape_of,
@@ -119,8 +120,8 @@ def _lora_qk_norm_rope_store_kernel(
     if L.has_bias:
         acc1 = add_bias(acc1, places, scales, entry, member, n1, live, L)
         acc2 = add_bias(acc2, places, scales, entry, member, n2, live, L)
-    first = (first.to(tl.float32) + acc1).to(qkv.dtype.element_ty)
-    second = (second.to(tl.float32) + acc2).to(qkv.dtype.element_ty)
+    first = plus_delta(first.to(tl.float32), acc1, qkv.dtype.element_ty, L)
+    second = plus_delta(second.to(tl.float32), acc2, qkv.dtype.element_ty, L)
 
     if head < HEADS + KV_HEADS:
         first, second = normed_and_rotated(first, second, w1, w2, cos1, cos2, sin1, sin2, eps, HAS_NORMS, HEAD_DIM)

@@ -49,7 +49,7 @@ class LoraTable(NamedTuple):
     [E, P, J] float32. Both were written by a copy, on which kernels rely (see `_lora_tile`). ``columns``: first column
     and number of columns of each member in the members' product. ``compute_dtype``: in which PEFT would multiply.
     ``rank``: the largest rank, padded to a power of two; ``rank_divisor`` divides all ranks. ``aligned``: each address
-    and each row of a begins at a multiple of 16 bytes.
+    and each row of a begins at a multiple of 16 bytes. ``rounds_delta``: see `Members`.
     """
 
     entries: tuple[Entry, ...]
@@ -61,6 +61,7 @@ class LoraTable(NamedTuple):
     rank_divisor: int
     aligned: bool
     has_bias: bool
+    rounds_delta: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -91,11 +92,15 @@ class LoraTable(NamedTuple):
 
 
 class Members(NamedTuple):
-    """What a table is made of: adapters by entry, part and member, and the members' columns in their product."""
+    """What a table is made of: adapters by entry, part and member, and the members' columns in their product.
+
+    ``rounds_delta``: round what an entry adds to the product's dtype before it is added.
+    """
 
     entries: tuple[Entry, ...]
     columns: tuple[tuple[int, int], ...]
     compute_dtype: torch.dtype
+    rounds_delta: bool = False
 
 
 def make_tables(groups: Sequence[Members], device: torch.device) -> list[LoraTable]:
@@ -126,7 +131,7 @@ def _table(group: Members, places: torch.Tensor, scales: torch.Tensor) -> LoraTa
         group.entries, places, scales, group.columns, group.compute_dtype,
         max(_SMALLEST_RANK, next_power_of_2(max(ranks))), int(np.gcd.reduce([*ranks, _SMALLEST_RANK])),
         not any(number % 16 for number in addresses + row_bytes),
-        any(adapter.bias is not None for adapter in adapters),
+        any(adapter.bias is not None for adapter in adapters), group.rounds_delta,
     )
 
 

@@ -26,7 +26,7 @@ from hf_paged.kernels.lora.lora_expand import (
 )
 from hf_paged.kernels.lora.lora_order import order_rows
 from hf_paged.kernels.lora.lora_shrink import ShrinkConfig, lora_shrink, lora_shrink_reference, lora_shrink_triton
-from hf_paged.kernels.lora.lora_table import Members, make_tables
+from hf_paged.kernels.lora.lora_table import Adapter, Members, make_tables
 
 pytestmark = pytest.mark.usefixtures("guarded_outputs")
 ONE = [[[16, 16, 16]]]
@@ -352,3 +352,19 @@ def test_more_warps_are_for_prompts_alone_that_need_the_registers():
                 few.append((rank, dtype, adapters))
     assert few == [(16, half, half), (16, half, full), (16, full, half), (32, half, half), (32, half, full),
                    (32, full, half), (64, half, half), (64, full, half)]
+
+
+@pytest.mark.parametrize("run", ["reference", pytest.param("kernel", marks=pytest.mark.interpreted)])
+def test_an_update_that_is_rounded_before_it_is_added(run):
+    """In float16 2049 is rounded to 2048, once alone and once as 1 + 2048."""
+    adapter = Adapter(torch.tensor([[2049.0] * 4]), torch.ones(16, 1), None, 1.0)
+    table, = make_tables([Members((((adapter,),),), ((0, 16),), torch.float32, True)], torch.device("cpu"))
+    shrunk = torch.zeros(1, 1, 1, 1, 16)
+    shrunk[..., 0] = 2049
+    for rounds, wanted in ((True, 2048.0), (False, 2050.0)):
+        product, one = torch.ones(1, 16, dtype=torch.float16), table._replace(rounds_delta=rounds)
+        if run == "kernel":
+            lora_expand_triton(product, shrunk, one, None, expand_config(product, one, None))
+        else:
+            lora_expand(product, shrunk, one, None)
+        assert product.unique().tolist() == [wanted]
