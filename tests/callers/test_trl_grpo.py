@@ -250,6 +250,29 @@ def test_qwen3_5_is_native_and_equals_a_run_without_hf_paged(recurrent_path, tra
         _assert_rollouts_follow_the_weights(ours, _load(recurrent_path), trained_tokenizer)
 
 
+@with_idiom
+def test_qwen3_5_under_bf16_autocast_is_native(recurrent_path, trained_tokenizer, tmp_path):
+    """Each token is, but for near ties of a random model, stock's under autocast and the weights of its rollout."""
+    model = hf_paged.enable(_load(recurrent_path), strict=True)
+    run = _train(model, trained_tokenizer, tmp_path, bf16=True, learning_rate=1e-2)
+    assert not run.fallbacks
+    assert hf_paged.get_engine(model).stats().num_generated_tokens == _tokens_made(run)
+    stock = _load(recurrent_path)
+
+    def furthest_from_top(rollout: Rollout, weights: dict[str, torch.Tensor]) -> float:
+        stock.load_state_dict(weights)
+        found = 0.0
+        for prompt, answer in zip(rollout.prompts, rollout.completions, strict=True):
+            ids = trained_tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                logits = stock(torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1].float()
+            found = max(found, float((logits.amax(1) - logits[range(len(answer)), answer]).max() / logits.std()))
+        return found
+
+    assert max(furthest_from_top(rollout, rollout.weights) for rollout in run.rollouts) < 0.1
+    assert furthest_from_top(run.rollouts[-1], run.rollouts[0].weights) > 0.5
+
+
 # -- TRL's fused LM head, which every trainer puts on the instance ------------------------------------------
 
 QUESTION = [{"role": "user", "content": "What is 47 + 8?"}]
