@@ -62,13 +62,17 @@ def recurrent_model(name: str, **settings: Any) -> PreTrainedModel:
     return model
 
 
-def outlined(model: PreTrainedModel, whole_prompts: bool = False) -> PreTrainedModel:
-    """Let hf_paged run this model by its layout, as behind a proof of its class."""
+def outlined(model: PreTrainedModel, whole_prompts: bool = False, *, tries_precisions: bool = False) -> PreTrainedModel:
+    """Let hf_paged run this model by its layout, as behind a proof of its class.
+
+    ``tries_precisions``: its clone shows for each precision what rows do in it.
+    """
     whole_prompts |= type(model).__name__.removesuffix("ForCausalLM") in WHOLE_PROMPTS
     dtype = model.get_input_embeddings().weight.dtype
     layout = lay_out(type(model), model.config, dtype=dtype)
     called = frozenset(path for path, kind in layout.classes.items() if kind in KNOWN_LAYERS)
     OUTLINES[model] = ModelOutline(type(model), layout.body, layout.calls, layout.classes, layout.num_logits,
                                    layout.positions, layout.longest, constants_of(model, called), has_stock_cache=False,
-                                   states=layout.states, whole_prompts=whole_prompts, dtype=dtype)
+                                   states=layout.states, whole_prompts=whole_prompts, dtype=dtype,
+                                   precisions={} if tries_precisions else None)
     return model

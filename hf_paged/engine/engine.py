@@ -41,6 +41,7 @@ from hf_paged.options.settings import request_spec
 from hf_paged.outputs import EngineStats, StepOutput, WarmUpReport
 from hf_paged.pictures import CacheView, draw
 from hf_paged.runner.kv_cache import KVReads
+from hf_paged.runner.memory import most_rows
 from hf_paged.runner.weights import ModelMark
 from hf_paged.sampling.sampler import derive_seed
 from hf_paged.scheduler import Scheduler
@@ -334,9 +335,6 @@ class Engine(RequestChecks, WeightAccess):
         if self.group.is_parallel:
             return Reason("the model is sharded over several ranks",
                           remedy="Lockstep needs the whole model on one GPU. Leave the option out.")
-        if self._executor.has_states:
-            return Reason("the model keeps a recurrent state, which rows that stock's loop steps have no slots for",
-                          remedy="Leave the option out.")
         return None
 
     def _too_many(self, specs: list[RequestSpec]) -> Reason | None:
@@ -344,6 +342,9 @@ class Engine(RequestChecks, WeightAccess):
         wanted = blocks_together([spec.prompt for spec in specs], specs[0].max_new_tokens, self.config.block_size,
                                  [spec.adapter_name for spec in specs])
         most = self._core.pool.most_blocks - 1
+        if (states := most_rows(self._executor)) is not None and len(specs) > states:
+            return Reason("{} rows that step together, and recurrent states of {} have room", len(specs), states,
+                          remedy="Give fewer rows a call.")
         if wanted <= most:
             return None
         return Reason("rows that step together may need {} blocks, and the KV pool holds {}", wanted, most,

@@ -15,6 +15,7 @@ import torch
 
 from hf_paged.device.cuda import upload
 from hf_paged.options.request_spec import RequestSpec
+from hf_paged.runner.recurrent import saved_states
 from hf_paged.sampling.slot_row import SlotRow
 from hf_paged.scheduler import Sequence, StepPlan
 from hf_paged.scheduler.lockstep_rows import LockstepRows, OutOfBlocksError, RowMoves
@@ -117,6 +118,7 @@ class LockstepBatch:
             if rows is not None:
                 with self._core.changing():
                     while self.rows is not None:
+                        self._save_ended()
                         try:
                             self._follow(rows, rows.reorder(parents))
                             break
@@ -130,9 +132,9 @@ class LockstepBatch:
             if self.rows is not None:
                 with self._core.changing():
                     self._take_back()
-                    if self.rows.may_crop(num_tokens):
+                    if not self.rows.have_states and self.rows.may_crop(num_tokens):
                         self.rollback_tokens(self.rows, num_tokens)
-                    else:  # the caller's next tokens would go into blocks that others read
+                    else:  # the caller's next tokens would go into blocks that others read, or behind later states
                         self.give_back()
             self._count -= num_tokens
             if self._count < 0:
@@ -245,6 +247,7 @@ class LockstepBatch:
             OutOfBlocksError: blocks are short, and the scheduler has no sequence left to preempt.
         """
         assert self._asked is not None
+        self._save_ended()
         try:
             if self.rows is None:
                 self._begin()
@@ -302,6 +305,18 @@ class LockstepBatch:
         self.is_short, self._answered_at = False, time.monotonic()
         # In one statement, without a call: an interrupt in between would have the same tokens computed twice.
         self._count, self._answer = self._count + num_new, logits
+
+    def _save_ended(self) -> None:
+        """Save the states of sequences that ended, before rows take their slots and blocks."""
+        core = self._core
+        if core.scheduler is None or (snapshots := core.scheduler.snapshots) is None:
+            return
+        ended = snapshots.take_ended()
+        try:
+            saved_states.save_all(core.runner.cache, ended)
+        except BaseException:
+            snapshots.drop([move.snapshot for move in ended])
+            raise
 
     def _begin(self) -> None:
         """Get slots for the rows, and begin to compute all tokens known so far."""
@@ -380,4 +395,7 @@ class LockstepBatch:
         if moves.sources:
             sources, targets = upload(np.array([moves.sources, moves.targets], np.int64), runner.device)
             runner.cache.copy_blocks(sources, targets)
+        if rows.have_states:
+            slots = upload(rows.slots[: len(rows)].astype(np.int64), runner.device)
+            runner.cache.states.move(slots[upload(moves.parents, runner.device)], slots)
         runner.state.set_tables(rows.slots.tolist(), [seq.block_table for seq in rows.sequences])

@@ -116,8 +116,9 @@ class EngineCore(PreparedModel):
                 self.end(request, "timeout")
         with self._executor.watch.compared_once():
             self._receive_requests()
-            # With requests the check runs while the device computes a step; rows alone are checked behind their launch.
-            look_now = look_at_model or (bool(waiting) and bool(self.requests))
+            # With requests the check runs while the device computes a step; rows alone are checked behind their launch,
+            # unless they have states, which no step computes twice.
+            look_now = look_at_model or (bool(waiting) and (bool(self.requests) or self._executor.has_states))
             for feature in self.features.having["model_may_differ"]:
                 look_now |= feature.model_may_differ()
             if look_now:

@@ -62,6 +62,11 @@ class RequestChecks(LockedCore):
         return self._executor.autocast_of_call()
 
     @property
+    def has_states(self) -> bool:
+        """Whether the model keeps a recurrent state of each sequence, from which no token is taken back."""
+        return self._executor.has_states
+
+    @property
     def has_stock_cache(self) -> bool:
         """Whether pages hold what stock's cache does, in this thread's autocast."""
         return self._executor.has_stock_cache and self.autocast_of_call() is None

@@ -115,6 +115,9 @@ def recognise(engine: Engine, inputs: DecodingInputs) -> list[RequestSpec] | Rea
     drafts = (config.prompt_lookup_num_tokens or 0) if len(prompts) == 1 else 0
     if not isinstance(drafts, int):
         return Reason("prompt_lookup_num_tokens={} is no integer", repr(drafts), remedy="Give a number of tokens.")
+    if drafts and engine.has_states:
+        return Reason("drafts by prompt_lookup_num_tokens={}, which nothing takes back out of recurrent states", drafts,
+                      remedy="Leave the option out.")
     max_new_tokens = max(1, min(lengths) - width) + drafts
     if (reason := engine.too_long(max(map(len, prompts)), max_new_tokens)) is not None:
         return reason

@@ -11,7 +11,7 @@ from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.guards.families import Family, family_of
 from hf_paged.guards.replaced_forwards import runs_kernels
 from hf_paged.models.base import KVSpec, StepContext
-from hf_paged.models.derivation import derive, derived, why_rows_mix
+from hf_paged.models.derivation import derive, derived, rows_in
 from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
 from hf_paged.models.executor import ModelExecutor
@@ -33,7 +33,7 @@ def find_executor(model: PreTrainedModel) -> Callable[..., ModelExecutor] | None
         if isinstance(outline, Reason):
             return None
         kind = RecurrentExecutor if outline.states else DerivedExecutor
-        return partial(kind, outline=outline, derive=derive, why_rows_mix=why_rows_mix)
+        return partial(kind, outline=outline, derive=derive, rows_in=rows_in)
     return partial(FusedExecutor, family=family)
 
 

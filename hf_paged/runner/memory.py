@@ -21,7 +21,7 @@ from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.padded_steps import PaddedSteps
 from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner
 from hf_paged.runner.recurrent.saved_states import SNAPSHOTS_SHARE, most_snapshots
-from hf_paged.runner.recurrent.state_pool import config_for_states
+from hf_paged.runner.recurrent.state_pool import config_for_states, most_sequences
 from hf_paged.runner.request_state import aligned, table_columns
 from hf_paged.runner.warm_up import WarmUp
 from hf_paged.sampling.slot_row import SlotRow
@@ -60,6 +60,11 @@ def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig
 def config_for(config: PagedConfig, executor: ModelExecutor) -> PagedConfig:
     """Return the config under which an executor's models run: with states, as `config_for_states` says."""
     return config_for_states(config, executor.kv_spec(), CPU_KV_CACHE_BYTES) if executor.has_states else config
+
+
+def most_rows(executor: ModelExecutor) -> int | None:
+    """Return how many rows of an executor's models have states at once; None: any number."""
+    return most_sequences(executor.kv_spec(), CPU_KV_CACHE_BYTES) if executor.has_states else None
 
 
 def most_blocks_ever(spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:

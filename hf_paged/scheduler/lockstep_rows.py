@@ -63,7 +63,8 @@ class LockstepRows:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
         self._tree = scheduler.prefix_tree
-        self._size = scheduler.config.block_size
+        self._size, self._whole_prompts = scheduler.config.block_size, scheduler.config.whole_prompts
+        self.have_states = scheduler.config.num_snapshots is not None
         self._max_tokens = max_tokens
         kinds = [(tuple(seq.prompt_token_ids), seq.adapter, seq.cache_key) for seq in arrivals]
         distinct: dict[tuple[tuple[int, ...], str | None, bytes], int] = {}
@@ -82,7 +83,8 @@ class LockstepRows:
 
     @property
     def max_step_tokens(self) -> int:
-        return self._scheduler.config.max_num_batched_tokens
+        """How many tokens behind the prompts a step computes."""
+        return 1 if self._whole_prompts else self._scheduler.config.max_num_batched_tokens
 
     def prompt_plans(self) -> Iterator[StepPlan]:
         """Yield plans that compute the prompts in chunks; each plan has to run before the next is requested.
@@ -94,7 +96,8 @@ class LockstepRows:
         """
         plan = PrefillRows(self._scheduler.config.max_num_batched_tokens)
         for row, seq in enumerate(self.sequences):
-            hits, num_hit = self._manager.get_computed_blocks(seq)
+            # Blocks alone do not say which states are behind them.
+            hits, num_hit = ([], 0) if self.have_states else self._manager.get_computed_blocks(seq)
             self._allocate(seq, seq.num_prompt_tokens, hits)
             self._manager.count_hit(seq, num_hit)
             seq.slot, seq.block_hashes = int(self.slots[row]), []
@@ -103,11 +106,11 @@ class LockstepRows:
             tokens = np.array(seq.prompt_token_ids, np.int32)
             start = num_hit
             while start < len(tokens):
-                if not plan.room:
+                if not plan.room or (self._whole_prompts and plan.sequences and len(tokens) > plan.room):
                     yield self._plan_of(plan)
                     self._promised = []
                     plan = PrefillRows(self._scheduler.config.max_num_batched_tokens)
-                end = min(len(tokens), start + plan.room)
+                end = len(tokens) if self._whole_prompts else min(len(tokens), start + plan.room)
                 plan.add(seq, start, end, max(start, seq.num_published * self._size), end == len(tokens))
                 # Before the step, so that the next prompt hits what this plan computes.
                 plan.published += self._manager.publish(seq, tokens, end)

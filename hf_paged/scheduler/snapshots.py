@@ -126,6 +126,11 @@ class SnapshotCache:
         moves, self._moves = self._moves, StateMoves([], {}, {})
         return moves if any(moves) else None
 
+    def take_ended(self) -> list[StateMove]:
+        """Return the saves of sequences that ended, which the next plan then lacks."""
+        ended, self._moves = self._moves.ended, self._moves._replace(ended=[])
+        return ended
+
     def drop(self, snapshots: Seq[Snapshot]) -> None:
         """Forget snapshots; ignores those that are forgotten already."""
         for snapshot in snapshots:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from recurrent_models import recurrent_model, with_idiom
 from support import stock_copy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -213,6 +214,63 @@ def test_transformers_continuous_batching(trained_path, trained_tokenizer, tmp_p
     for rollout in ours.rollouts:
         assert _stock_completions(stock, trained_tokenizer, rollout, rollout.weights) == rollout.completions
     assert not torch.equal(ours.rollouts[0].weights["lm_head.weight"], ours.rollouts[-1].weights["lm_head.weight"])
+
+
+# -- a model with a recurrent state --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recurrent_path(tmp_path_factory, trained_tokenizer) -> str:
+    folder = tmp_path_factory.mktemp("recurrent")
+    recurrent_model("Qwen3_5", vocab_size=len(trained_tokenizer)).save_pretrained(folder)
+    return str(folder)
+
+
+@with_idiom
+@pytest.mark.parametrize("has_lora", [False, True])
+def test_qwen3_5_is_native_and_equals_a_run_without_hf_paged(recurrent_path, trained_tokenizer, tmp_path, has_lora):
+    options: dict[str, Any] = {"learning_rate": 1e-2}
+    if has_lora:
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "in_proj_qkv", "out_proj", "up_proj"],
+                               task_type="CAUSAL_LM")
+        options = {"peft_config": lora, "beta": 0.1, "learning_rate": 3e-2}
+
+    def run(model: PreTrainedModel) -> Run:
+        torch.manual_seed(3)  # LoRA's random half
+        return _train(model, trained_tokenizer, tmp_path, **options)
+
+    stock, model = run(_load(recurrent_path)), hf_paged.enable(_load(recurrent_path), strict=True)
+    ours = run(model)
+    _assert_same_run(ours, stock)
+    assert not ours.fallbacks
+    assert ours.rollouts[0].completions != ours.rollouts[-1].completions
+    assert hf_paged.get_engine(ours.model).stats().num_generated_tokens == _tokens_made(ours)
+    if not has_lora:
+        _assert_rollouts_follow_the_weights(ours, _load(recurrent_path), trained_tokenizer)
+
+
+@with_idiom
+def test_qwen3_5_under_bf16_autocast_is_native(recurrent_path, trained_tokenizer, tmp_path):
+    """Each token is, but for near ties of a random model, stock's under autocast and the weights of its rollout."""
+    model = hf_paged.enable(_load(recurrent_path), strict=True)
+    run = _train(model, trained_tokenizer, tmp_path, bf16=True, learning_rate=1e-2)
+    assert not run.fallbacks
+    assert hf_paged.get_engine(model).stats().num_generated_tokens == _tokens_made(run)
+    stock = _load(recurrent_path)
+
+    def furthest_from_top(rollout: Rollout, weights: dict[str, torch.Tensor]) -> float:
+        stock.load_state_dict(weights)
+        found = 0.0
+        for prompt, answer in zip(rollout.prompts, rollout.completions, strict=True):
+            ids = trained_tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                logits = stock(torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1].float()
+            found = max(found, float((logits.amax(1) - logits[range(len(answer)), answer]).max() / logits.std()))
+        return found
+
+    assert max(furthest_from_top(rollout, rollout.weights) for rollout in run.rollouts) < 0.1
+    assert furthest_from_top(run.rollouts[-1], run.rollouts[0].weights) > 0.5
 
 
 # -- TRL's fused LM head, which every trainer puts on the instance ------------------------------------------

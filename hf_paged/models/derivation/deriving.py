@@ -26,11 +26,11 @@ from hf_paged.models.derivation.executor import OUTLINES, ModelOutline, constant
 from hf_paged.models.derivation.layout import Layout, lay_out
 from hf_paged.models.derivation.over_ranks import part_of
 from hf_paged.models.derivation.recurrent_executor import why_no_states
-from hf_paged.models.derivation.rows_in_dtype import Precision, check_rows_in
+from hf_paged.models.derivation.rows_in_dtype import Precision, RowsIn, check_rows_in
 from hf_paged.models.derivation.two_halves import check_two_halves
 from hf_paged.models.executor import KNOWN_LAYERS
 from hf_paged.models.paged_calls import implementation_of, is_flash, why_not_attention
-from hf_paged.models.proof import Verdict, prove, store
+from hf_paged.models.proof import Verdict, prove
 from hf_paged.models.proof.interface import NAME
 from hf_paged.models.proof.line_counts import modeling_files
 from hf_paged.models.proof.prove import ATTENTION, in_thread, patched_in
@@ -79,29 +79,28 @@ def _holds(outline: ModelOutline, model: PreTrainedModel) -> bool:
     return is_of_dtype and outline.constants == constants_of(model, _called(outline.classes))
 
 
-def why_rows_mix(model: PreTrainedModel, precision: Precision) -> str | None:
-    """Return why rows of a step of a model may depend on each other in this precision, or None."""
+def rows_in(model: PreTrainedModel, precision: Precision) -> RowsIn:
+    """Return whether rows of a step of a model may depend on each other in this precision, and dtypes of states."""
     subject = _subject_of(model)
     if isinstance(subject, Reason):
-        return str(subject)
+        return RowsIn(str(subject))
     key = f"rows-{hashlib.sha256(str(precision).encode()).hexdigest()[:16]}-{subject.key}"
-    if (verdict := store.read(key)) is None:
+    if (found := stored_layout.read_rows(key)) is None:
         with _progress(subject.cls.__name__):
-            made: Verdict | str = in_thread(lambda: _rows_in(precision, subject))
+            made: RowsIn | str = in_thread(lambda: _rows_in(precision, subject))
         if isinstance(made, str):  # an error, which may be the machine's
-            return made
-        store.write(key, verdict := made)
-    return None if verdict.outcome == "proved" else verdict.reason
+            return RowsIn(made)
+        stored_layout.write_rows(key, found := made)
+    return found
 
 
-def _rows_in(precision: Precision, subject: _Subject) -> Verdict | str:
+def _rows_in(precision: Precision, subject: _Subject) -> RowsIn | str:
     try:
-        check_rows_in(precision, subject.cls, subject.config, subject.attention)
+        return check_rows_in(precision, subject.cls, subject.config, subject.attention)
     except Refused as refusal:
-        return Verdict("refused", str(refusal))
+        return RowsIn(str(refusal))
     except Exception as error:
         return f"its clone does not run ({type(error).__name__}: {str(error)[:160]})"
-    return Verdict("proved")
 
 
 def _derive(model: PreTrainedModel) -> ModelOutline | Reason:
@@ -118,7 +117,7 @@ def _derive(model: PreTrainedModel) -> ModelOutline | Reason:
     if isinstance(found, Reason):
         return found
     precision = precision_of(model, _called(found.classes))
-    return found._replace(precisions={precision: why_rows_mix(model, precision)})
+    return found._replace(precisions={precision: rows_in(model, precision)})
 
 
 def _fits(layout: Layout | None, model: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from hf_paged.guards.original_classes import of_model_class
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.snapshot import EXPERTS, experts_implementation
 from hf_paged.models.base import AttentionMask, KVSpec, PoolShape, StateShape
-from hf_paged.models.derivation.rows_in_dtype import Precision
+from hf_paged.models.derivation.rows_in_dtype import Precision, RowsIn
 from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights, plain_values
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.parallel.layers import stock_class
@@ -53,8 +53,8 @@ class ModelOutline(NamedTuple):
     longest: int  # the same beyond the config's positions, if its frequencies are known there
     constants: tuple
     max_step_tokens: int | None = None  # None: any number
-    # Why rows depend on others in each precision that was tried, or None; None in place of it all: they never do.
-    precisions: dict[Precision, str | None] | None = None
+    # What rows do in each precision that was tried; None in place of it all: they never depend on others.
+    precisions: dict[Precision, RowsIn] | None = None
     has_stock_cache: bool = True
     ignores_train_mode: bool = False  # all modules but layers at the paths that are called as they stand
     states: tuple[StateShape, ...] = ()
@@ -77,13 +77,13 @@ class DerivedExecutor(ModelExecutor):
 
     def __init__(self, model: PreTrainedModel, *, outline: ModelOutline,
                  derive: Callable[[PreTrainedModel], ModelOutline | Reason],
-                 why_rows_mix: Callable[[PreTrainedModel, Precision], str | None], **techniques: bool) -> None:
+                 rows_in: Callable[[PreTrainedModel, Precision], RowsIn], **techniques: bool) -> None:
         """Run a model by its outline.
 
-        ``derive`` makes the outline of the model as it is after a change; ``why_rows_mix`` says why rows of a step
-        depend on each other in a precision, or None.
+        ``derive`` makes the outline of the model as it is after a change; ``rows_in`` says what rows of a step do in a
+        precision.
         """
-        self.outline, self._derive, self._why_rows_mix = outline, derive, why_rows_mix
+        self.outline, self._derive, self._rows_in = outline, derive, rows_in
         self._called = frozenset(path for path, kind in outline.classes.items() if kind in KNOWN_LAYERS)
         shapes = [PoolShape(call.num_kv_heads, call.head_dim, call.value_dim) for call in outline.calls]
         sizes = {(call.num_heads, *shape) for call, shape in zip(outline.calls, shapes, strict=True)}
@@ -175,12 +175,10 @@ class DerivedExecutor(ModelExecutor):
         return None
 
     def why_not_precision(self, autocast: torch.dtype | None) -> Reason | None:
-        known, precision = self.outline.precisions, precision_of(self.model, self._called, autocast)
-        if known is None:
+        precision, rows = self._rows_under(autocast)
+        if rows is None:
             return super().why_not_precision(autocast)
-        if precision not in known:
-            known[precision] = self._why_rows_mix(self.source, precision)
-        if (why := known[precision]) is None:
+        if (why := rows.why_mixed) is None:
             return None
         name = self.model_class.__name__
         if autocast is not None:
@@ -189,6 +187,13 @@ class DerivedExecutor(ModelExecutor):
         dtypes = sorted({str(dtype) for _, dtype in precision.weights})
         return Reason("weights of dtype {}, for which {} is not proved: {}", " and ".join(dtypes), name, why,
                       remedy=ONE_DTYPE)
+
+    def _rows_under(self, autocast: torch.dtype | None) -> tuple[Precision, RowsIn | None]:
+        """Return the precision under this autocast, and what rows do in it; None: they never depend on others."""
+        known, precision = self.outline.precisions, precision_of(self.model, self._called, autocast)
+        if known is not None and precision not in known:
+            known[precision] = self._rows_in(self.source, precision)
+        return precision, None if known is None else known[precision]
 
     def _why_not_mode(self) -> Reason | None:
         # Layers that are called, new ones of a resized vocabulary for instance, may be in train mode: eligibility looks

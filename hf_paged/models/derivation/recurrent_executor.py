@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
 from hf_paged.guards.hints import ENABLE_AGAIN
-from hf_paged.models.base import KVSpec, StepContext
+from hf_paged.models.base import KVSpec, StateShape, StepContext
 from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.executor import ModelExecutor, final_states
 from hf_paged.models.paged_calls import paged_call, running
@@ -43,19 +45,35 @@ class RecurrentExecutor(DerivedExecutor):
 
     has_states = True
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._cast_states: dict[torch.dtype, tuple[StateShape, ...]] = {}  # by dtype of autocast
+        super().__init__(*args, **options)
+
     @property
     def whole_prompts(self) -> bool:  # type: ignore[override]
         return self.outline.whole_prompts
 
     def kv_spec(self) -> KVSpec:
-        return super().kv_spec()._replace(states=self.outline.states)
+        return super().kv_spec()._replace(states=self._states())
+
+    def _states(self) -> tuple[StateShape, ...]:
+        """Return the states in the dtypes that stock's cache has under the present autocast."""
+        if self.autocast is None:
+            return self.outline.states
+        if self.autocast not in self._cast_states:
+            _, rows = self._rows_under(self.autocast)
+            dtypes = {} if rows is None else rows.states
+            self._cast_states[self.autocast] = tuple(
+                state._replace(dtype=dtypes.get(state.key[1:], state.dtype)) for state in self.outline.states)
+        return self._cast_states[self.autocast]
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         meta = step.parts[0][2]
         assert len(step.parts) == 1 and step.ends is None
         # A row that computes all of its tokens begins, whatever its slot holds of an earlier sequence.
         states = step.cache.states.view(meta.slots, is_new=meta.max_query_len == meta.max_seq_len)
-        with paged_call(self.attention_configs()), running(step, self.masks()), by_row(self._adapted, None):
+        with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
+              by_row(self._adapted, None)):
             hidden = final_states(self.decoder, input_ids, step.positions, states)
         states.store()
         return hidden
@@ -68,8 +86,6 @@ class RecurrentExecutor(DerivedExecutor):
         return why_no_states(self.source, self.model_class) or super().why_not_constants()
 
     def why_not_precision(self, autocast: torch.dtype | None) -> Reason | None:
-        if autocast is not None:
-            return _not_yet(self.model_class, "under autocast")
         if (dtype := self.kv_spec().compute_dtype) != self.outline.dtype:
             return Reason("weights of dtype {}, which were {} when the model was enabled", dtype, self.outline.dtype,
                           remedy=ENABLE_AGAIN)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,14 +43,30 @@ class Precision(NamedTuple):
         return cls(tuple(sorted(found, key=str)), autocast)
 
 
-def check_rows_in(precision: Precision, cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str) -> None:
+class RowsIn(NamedTuple):
+    """What a clone showed of rows in a precision.
+
+    ``why_mixed``: why they depend on others, or None. ``states``: the dtype in which stock keeps each recurrent state,
+    by its `StateKey` without the layer.
+    """
+
+    why_mixed: str | None
+    states: Mapping[tuple[str, int], torch.dtype] = MappingProxyType({})
+
+
+def check_rows_in(precision: Precision, cls: type[PreTrainedModel], config: PreTrainedConfig, attention: str) -> RowsIn:
     """Raise `Refused` if other rows of a step change a row's logits; on the CPU, for conditions on the dtype."""
     small = reduced(config)
     model: Any = clone_of(cls, small, attention)
     _cast(model, precision)
     tolerance = max(_TOLERANCES.get(dtype, TOLERANCE) for _, dtype in precision.weights)
     with torch.autocast("cpu", precision.autocast, enabled=precision.autocast is not None, cache_enabled=False):
-        check_other_rows(subject_of(model, attention, farthest(small)), tolerance)
+        subject = subject_of(model, attention, farthest(small))
+        check_other_rows(subject, tolerance)
+    found = {(key[1:], state.dtype) for key, state in subject.states.items()}
+    if len(dtypes := dict(found)) < len(found):
+        raise Refused("its layers keep states of one kind in several dtypes")
+    return RowsIn(None, dtypes)
 
 
 def _cast(model: PreTrainedModel, precision: Precision) -> None:

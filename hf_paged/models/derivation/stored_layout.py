@@ -12,6 +12,7 @@ import torch
 from hf_paged.models.base import AttentionMask, StateShape
 from hf_paged.models.derivation.executor import AttentionLayout
 from hf_paged.models.derivation.layout import Layout
+from hf_paged.models.derivation.rows_in_dtype import RowsIn
 from hf_paged.models.proof.store import read_values, write_values
 from hf_paged.models.proof.verdict import Verdict
 from hf_paged.parallel.layers import sharded_class, stock_class
@@ -31,6 +32,21 @@ def read(key: str) -> tuple[Verdict, Layout | None] | None:
 
 def write(key: str, verdict: Verdict, layout: Layout | None) -> None:
     write_values(key, {"verdict": verdict.to_json(), "layout": None if layout is None else _values(layout)})
+
+
+def read_rows(key: str) -> RowsIn | None:
+    """Return what is stored of rows in a precision, or None."""
+    values = read_values(key)
+    try:
+        states = {(kind, index): getattr(torch, dtype) for kind, index, dtype in values["states"]}
+        return RowsIn(values["why_mixed"], states)
+    except (TypeError, ValueError, AttributeError, LookupError):
+        return None
+
+
+def write_rows(key: str, rows: RowsIn) -> None:
+    states = [(*kind, str(dtype).removeprefix("torch.")) for kind, dtype in rows.states.items()]
+    write_values(key, {"why_mixed": rows.why_mixed, "states": states})
 
 
 def _values(layout: Layout) -> dict[str, Any]:

@@ -28,6 +28,10 @@ class RecurrentRunner(ModelRunner):
         self.cache.states = StatePool(self.spec, max_num_seqs)
         self.num_snapshots, self.whole_prompts = num_snapshots, self.executor.whole_prompts
 
+    def grow_slots(self, num_slots: int) -> int:
+        self.cache.states.grow(num_slots)
+        return super().grow_slots(num_slots)
+
     def _hidden_states(self, plan: StepPlan, *, every_token: bool) -> Computed:
         moves = plan.states or StateMoves([], {}, {})
         hidden: list[list[torch.Tensor]] = [[] for _ in plan.slots]
@@ -45,8 +49,7 @@ class RecurrentRunner(ModelRunner):
                 run(singles, ends - 1, ends, are_singles=True)
                 singles.clear()
 
-        for move in moves.ended:
-            saved_states.save(self.cache, move)
+        saved_states.save_all(self.cache, moves.ended)
         for row in range(plan.num_decode_rows, len(plan.slots)):
             slot, start = int(plan.slots[row]), int(plan.start[row])
             end, saves = start + int(plan.num_new_tokens[row]), moves.saves.get(slot, [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from hf_paged.models import KVSpec
@@ -27,6 +29,11 @@ def save(cache: KVCache, move: StateMove) -> None:
     rest = move.snapshot.position % cache.block_size if move.block_id != NULL_BLOCK_ID else 0
     tail = [tensor[move.block_id, :rest].clone() for tensors in cache.layers for tensor in tensors] if rest else []
     move.snapshot.content = cache.states.keep(SavedStates(cache.states.copy_of(move.slot), tail))
+
+
+def save_all(cache: KVCache, moves: Iterable[StateMove]) -> None:
+    for move in moves:
+        save(cache, move)
 
 
 def load(cache: KVCache, move: StateMove) -> None:

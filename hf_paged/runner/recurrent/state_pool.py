@@ -34,6 +34,19 @@ class StatePool:
         """Return the states of the rows in these slots [R] for one forward; ``is_new``: the rows have none yet."""
         return StateView(self._tensors, slots.long(), is_new=is_new)
 
+    def grow(self, num_slots: int) -> None:
+        """Raise the number of slots; never lowers it."""
+        if num_slots > self.num_slots:
+            for key, tensor in self._tensors.items():
+                self._tensors[key] = tensor.new_empty((num_slots, *tensor.shape[1:]))
+                self._tensors[key][: self.num_slots] = tensor
+            self.num_slots = num_slots
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy the states in slots ``sources`` [R] to ``targets`` [R], all at once."""
+        for tensor in self._tensors.values():
+            tensor[targets] = tensor[sources]
+
     def copy_of(self, slot: int) -> dict[StateKey, torch.Tensor]:
         return {key: tensor[slot].clone() for key, tensor in self._tensors.items()}
 
@@ -57,5 +70,10 @@ class StatePool:
 def config_for_states(config: PagedConfig, spec: KVSpec, budget: int) -> PagedConfig:
     """Return a config for a model with states: without guesses, whose states nothing takes back, and with as many
     sequences at once as have states in their share of `budget` bytes."""
-    most = max(1, int(budget * STATES_SHARE) // max(spec.state_bytes, 1))
-    return replace(config, group_prefixes=False, speculation=False, max_num_seqs=min(config.max_num_seqs, most))
+    most = min(config.max_num_seqs, most_sequences(spec, budget))
+    return replace(config, group_prefixes=False, speculation=False, max_num_seqs=most)
+
+
+def most_sequences(spec: KVSpec, budget: int) -> int:
+    """Return how many sequences have states in their share of `budget` bytes."""
+    return max(1, int(budget * STATES_SHARE) // max(spec.state_bytes, 1))

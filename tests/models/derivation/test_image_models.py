@@ -44,8 +44,6 @@ def test_text_alone_is_native(name):
         types = torch.zeros_like(inputs["input_ids"])
         assert_native_parity(model, **inputs, mm_token_type_ids=types, max_new_tokens=3)
     hf_paged.disable(model)
-    if name in WITH_STATES:
-        return
     assert_lockstep(model, **batch([9, 30]), max_new_tokens=3, return_dict_in_generate=True, output_logits=True)
 
 

@@ -10,6 +10,7 @@ from tiny_configs import tiny_class_model
 import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.models.derivation import deriving
+from hf_paged.models.derivation.rows_in_dtype import RowsIn
 from hf_paged.models.proof.verdict import Refused
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
@@ -97,6 +98,7 @@ def test_a_precision_in_which_rows_are_not_shown_to_be_alone_goes_to_stock(tmp_p
     def refuse(precision, *args):
         if precision.autocast is not None:
             raise Refused("rows mix")
+        return RowsIn(None)
 
     monkeypatch.setenv("HF_PAGED_CACHE", str(tmp_path))
     monkeypatch.setattr(deriving, "check_rows_in", refuse)

@@ -134,9 +134,9 @@ def test_an_interrupted_step_is_computed_again(model, monkeypatch):
     assert [made + rest] == greedy(model, PROMPTS[:1])
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"output_scores": True, "return_dict_in_generate": True}])
-def test_calls_that_need_stocks_loop_go_to_stock(model, options):
-    assert_falls_back(model, "recurrent state", **batch([9, 4]), max_new_tokens=3, do_sample=False, **options)
+def test_beams_whose_cache_is_returned_go_to_stock(model):
+    assert_falls_back(model, "keys and values of beams", **batch([9, 4]), max_new_tokens=3, do_sample=False,
+                      num_beams=2, return_dict_in_generate=True)
 
 
 def test_a_returned_cache_is_stocks(model):
@@ -165,14 +165,6 @@ def test_a_class_that_takes_no_state_into_a_chunk_computes_prompts_anew(monkeypa
         completions = generator.generate(PROMPTS[:1], **options)
     with pytest.raises(AssertionError):  # so that the test shows it
         assert_scored_as_stock(model, completions[0])
-
-
-def test_calls_under_autocast_go_to_stock(model):
-    def call(model, **kwargs):
-        with torch.autocast("cpu", torch.bfloat16):
-            return model.generate(**kwargs)
-
-    assert_falls_back(model, "autocast", call=call, **batch([9, 4]), max_new_tokens=3, do_sample=False)
 
 
 def test_states_snapshots_and_pages_share_a_budget():
