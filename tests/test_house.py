@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_paged"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES, MOST_FILES = 51_800, 305
+MOST_LINES, MOST_FILES = 52_300, 306
 # A file of more lines is several ideas. Those that are: what they may have at most.
 MOST_LINES_OF_A_FILE = 700
 LONG_FILES: dict[str, int] = {}
@@ -30,7 +30,7 @@ MOST_VAGUE = {"nobody": 7, "somebody": 0, "whoever": 5, "told": 1, "asked": 7}
 
 # Words of pages: a page that grows by a remark with each change is not read. A new page needs a limit here.
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
-MOST_WORDS_OF_DOCS = 36_000
+MOST_WORDS_OF_DOCS = 38_650
 MOST_WORDS_OF_A_DESIGN_PAGE = 450
 MOST_WORDS = {
     "README.md": 700, "CONTRIBUTING.md": 1_500, "CHANGELOG.md": 1_000, "docs/adapters.md": 475, "docs/api.md": 5_130,

@@ -193,6 +193,11 @@ def can_be_copied(groups: Groups, dtype: torch.dtype) -> bool:
     return known and all(len({linear.bias is None for linear in linears}) == 1 for linears in groups.values())
 
 
+def has_4bit(groups: Groups) -> bool:
+    """Return whether a layer of these groups is a 4-bit one."""
+    return any(is_4bit(linear) for linears in groups.values() for linear in linears)
+
+
 def may_have_4bit() -> bool:
     """Return whether bitsandbytes is loaded: else there can be no 4-bit layer."""
     return _BITSANDBYTES in sys.modules

@@ -5,6 +5,7 @@ The numbers are those of transformers' `batched_mm` and `grouped_mm`, with their
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,9 +30,12 @@ from hf_paged.kernels.experts.route import (
     num_arrivals,
     route_unchecked,
 )
+from hf_paged.models.executor import ModelExecutor
 from hf_paged.models.layer_ops import apply_module
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import ShardedExperts
+
+logger = logging.getLogger(__name__)
 
 _IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 # Attributes of experts; transformers 5.17 has none of the kinds that later versions name by the last two.
@@ -124,6 +128,35 @@ def why_not_on(device: torch.device) -> str | None:
     """Return why a device does not run the kernels, or None."""
     is_known = triton is not None and (compute_capability(device) or (0, 0)) >= (8, 0)
     return None if is_known else "the kernels need Triton and an NVIDIA GPU of compute capability 8.0 or more"
+
+
+class ExpertsReader:
+    """Reads the blocks of experts of an executor's model, and logs why a block's own modules run."""
+
+    def __init__(self, executor: ModelExecutor, *, is_wanted: bool) -> None:
+        self._executor, self._is_wanted = executor, is_wanted
+        self._arrivals: torch.Tensor | None = None  # of `ExpertsParts`
+        self._why: str | None = None  # what the log says last
+
+    def parts(self, block: nn.Module) -> ExpertsParts | None:
+        """Return the parts of a block; None for one that is called as it stands."""
+        found = self.read(block, self._executor.kv_spec().device)
+        if not isinstance(found, str):
+            return found
+        if found != self._why:
+            logger.info("hf_paged: experts run by transformers' modules: %s", found)
+        self._why = found
+        return None
+
+    def read(self, block: nn.Module, device: torch.device) -> ExpertsParts | str:
+        """Return the parts of a block for a device, or why its own modules would run there."""
+        if not self._is_wanted:
+            return "fused_experts=False"
+        spec = self._executor.kv_spec()
+        if self._arrivals is None or self._arrivals.device != spec.device:
+            self._arrivals = new_arrivals(spec.device)
+        return why_not_on(device) or read_experts(block, self._executor.config._experts_implementation,
+                                                  spec.compute_dtype, self._arrivals)
 
 
 def read_experts(block: nn.Module, implementation: str | None, dtype: torch.dtype,

@@ -33,9 +33,9 @@ from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache
 from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_unchecked
 from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
 from hf_paged.models.base import AttentionMask, KVSpec, StepContext
-from hf_paged.models.copied_weights import Groups, can_be_copied, copied_bytes, is_4bit, may_have_4bit
+from hf_paged.models.copied_weights import Groups, can_be_copied, copied_bytes, has_4bit, is_4bit, may_have_4bit
 from hf_paged.models.executor import ModelExecutor, plain_values
-from hf_paged.models.experts import ExpertsParts, apply_experts, new_arrivals, read_experts, why_not_on
+from hf_paged.models.experts import ExpertsParts, ExpertsReader, apply_experts
 from hf_paged.models.layer_ops import FUSED, PLAIN, apply_head, is_plain_linear
 from hf_paged.models.linears import HEAD, MLP_GROUP, QKV_GROUP, DecoderLinears, LinearView, has_experts
 from hf_paged.models.lora import is_loaded, is_patched, reads_tables
@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 _SHAPES = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
 # A module of a model, its path, and the class it has to have; None for a layer of any known kind (linear, LoRA).
 _Part = tuple[str, nn.Module, type | None]
-
-
 _COPIED_SHARE = 0.5  # of free memory that copies of 4-bit weights may take with dequantize="auto"
 
 
@@ -105,11 +103,9 @@ class FusedExecutor(ModelExecutor):
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
         self._wants_one_launch = one_launch and fused_kernels
-        self._wants_experts = fused_experts and fused_kernels
+        self._experts = ExpertsReader(self, is_wanted=fused_experts and fused_kernels)
         self._wants_dequantized = dequantize
         self._fitting: tuple[int, bool] | None = None  # bytes of copies of 4-bit weights, and whether they may be made
-        self._arrivals: torch.Tensor | None = None  # of `ExpertsParts`
-        self._why_modules: str | None = None  # why the last block of experts without parts has none
         self._has_head_norms = "q_norm" in family.parts
         self._rope = RopeTable()
         self._linears = DecoderLinears()
@@ -293,7 +289,7 @@ class FusedExecutor(ModelExecutor):
         try:
             self._linears.copy(groups, dtype)
         except torch.OutOfMemoryError as error:
-            if self._wants_dequantized is False or not _has_4bit(groups):
+            if self._wants_dequantized is False or not has_4bit(groups):
                 raise
             size = copied_bytes(groups, dtype)
             if self._wants_dequantized is True:
@@ -314,7 +310,7 @@ class FusedExecutor(ModelExecutor):
             return dtype, {}
         self._read_linears()
         groups: Groups = self._castable() if self.autocast is not None else self._linears.packed_bases(dtype)
-        return dtype, groups if not _has_4bit(groups) or self._may_dequantize(groups, dtype) else {}
+        return dtype, groups if not has_4bit(groups) or self._may_dequantize(groups, dtype) else {}
 
     def describe_4bit(self, device: torch.device) -> str | None:
         """Return how 4-bit layers would run on a device without autocast, and why; None if there are none."""
@@ -340,7 +336,7 @@ class FusedExecutor(ModelExecutor):
             return {}
         bases = self._linears.bases()
         # A 4-bit layer hands on the dtype of its input, whatever autocast says.
-        if _has_4bit(bases) and any(norm.weight.dtype != self.autocast for norm in self._norms()):
+        if has_4bit(bases) and any(norm.weight.dtype != self.autocast for norm in self._norms()):
             return {}
         return bases if can_be_copied(bases, self.autocast) else {}
 
@@ -604,46 +600,18 @@ class FusedExecutor(ModelExecutor):
                 (layer.self_attn.q_norm, layer.self_attn.k_norm) if self._has_head_norms else None,
                 AttentionOptions(layer.self_attn.scaling, self._mask_window(i)), self._view(f"{i}.o_proj"),
                 layer.post_attention_layernorm, layer.mlp, self._view(f"{i}{MLP_GROUP}"),
-                self._view(f"{i}.down_proj"), self._experts_of(layer.mlp),
+                self._view(f"{i}.down_proj"), self._experts.parts(layer.mlp) if has_experts(layer.mlp) else None,
             )
             for i, layer in enumerate(self._layers())
         ]
 
-    def _experts_of(self, mlp: Any) -> ExpertsParts | None:
-        """Return the parts of a block of experts; None for other MLPs and for blocks that are called as they stand."""
-        if not has_experts(mlp):
-            return None
-        found = self._read_experts(mlp, self.kv_spec().device)
-        if not isinstance(found, str):
-            return found
-        if found != self._why_modules:
-            logger.info("hf_paged: experts run by transformers' modules: %s", found)
-        self._why_modules = found
-        return None
-
-    def _read_experts(self, mlp: Any, device: torch.device) -> ExpertsParts | str:
-        if not self._wants_experts:
-            return "fused_experts=False"
-        return why_not_on(device) or read_experts(mlp, self.config._experts_implementation,
-                                                  self.kv_spec().compute_dtype, self._own_arrivals())
-
     def why_not_experts(self, device: torch.device) -> str | None:
         """Return why experts would run by transformers' modules on a device; None if there are none, too."""
-        found = (self._read_experts(layer.mlp, device) for layer in self._layers() if has_experts(layer.mlp))
+        found = (self._experts.read(layer.mlp, device) for layer in self._layers() if has_experts(layer.mlp))
         return next((why for why in found if isinstance(why, str)), None)
-
-    def _own_arrivals(self) -> torch.Tensor:
-        device = self.kv_spec().device
-        if self._arrivals is None or self._arrivals.device != device:
-            self._arrivals = new_arrivals(device)
-        return self._arrivals
 
     def _view(self, key: str) -> Any:
         return self._linears.view(key, self._ops, joins=self._joins)
-
-
-def _has_4bit(groups: Groups) -> bool:
-    return any(is_4bit(linear) for linears in groups.values() for linear in linears)
 
 
 def narrow_layer(num_layers: int) -> int:

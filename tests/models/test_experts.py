@@ -22,7 +22,6 @@ import hf_paged
 from hf_paged.kernels.experts.join import join_experts
 from hf_paged.kernels.experts.route import RouterWeights, route_reference
 from hf_paged.models import experts as module
-from hf_paged.models import fused
 from hf_paged.models.experts import ExpertsParts, apply_experts, new_arrivals, read_experts
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.layers import shard_experts
@@ -210,7 +209,7 @@ def test_models_that_run_by_their_own_modules():
 def on_a_cpu(monkeypatch):
     """The operations' references run on a CPU; the number of rows that each block's experts got."""
     seen = []
-    monkeypatch.setattr(fused, "why_not_on", lambda device: None)
+    monkeypatch.setattr(module, "why_not_on", lambda device: None)
     outputs = ExpertsParts.outputs
 
     def counted(self, hidden, lengths):
