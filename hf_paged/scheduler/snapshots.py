@@ -90,12 +90,12 @@ class SnapshotCache:
             kept = self._at.get(self._place(hits[count - 1].prefix_id if count else ROOT_PREFIX_ID, seq))
             if kept:
                 first = count * self._size
-                ids = np.array(seq.ids_between(first, min(first + self._size - 1, last)), np.int32).tobytes()
-                found = [snapshot for tail, snapshot in kept.items() if ids.startswith(tail)
-                         and self._pool.is_trusted(snapshot.generation)
-                         and (snapshot.position == last or not self._whole_prompts)]
-                if found:
-                    return max(found, key=lambda snapshot: snapshot.position)
+                ids = np.array(seq.ids_between(first, min(first + self._size - 1, last)), np.int32)
+                for num_tokens in range(len(ids), -1, -1):
+                    snapshot = kept.get(ids[:num_tokens].tobytes())
+                    if (snapshot is not None and self._pool.is_trusted(snapshot.generation)
+                            and (snapshot.position == last or not self._whole_prompts)):
+                        return snapshot
         return None
 
     def admit(self, seq: Sequence, hits: Seq[KVBlock], snapshot: Snapshot | None) -> None:

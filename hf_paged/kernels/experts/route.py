@@ -296,6 +296,7 @@ def _order_pairs(experts, ranks, counts, order, groups, num_rows, num_chunks, nu
     expert, chunk = tl.arange(0, E_PAD), tl.arange(0, CHUNKS_PAD)
     at = counts + chunk[:, None] * E_PAD + expert[None, :]
     of_chunk = tl.load(at, mask=(chunk < num_chunks)[:, None], other=0)
+    tl.debug_barrier()  # several threads may read what one of them writes below
     total = tl.sum(of_chunk, 0)
     begin = tl.cumsum(total, 0) - total
     # In place of its count: the first index of a chunk's pairs with an expert.
