@@ -38,7 +38,7 @@ MOST_WORDS = {
     "docs/data_parallel.md": 550, "docs/design/guards.md": 650,
     "docs/extending.md": 1_560, "docs/from_vllm.md": 1_300, "docs/metrics.md": 675,
     "docs/models.md": 1_300,
-    "docs/notebook.md": 1_475, "docs/observing.md": 650, "docs/options.md": 700, "docs/parallel.md": 500,
+    "docs/notebook.md": 1_500, "docs/observing.md": 650, "docs/options.md": 700, "docs/parallel.md": 500,
     "docs/performance.md": 1_500, "docs/reinforcement_learning.md": 925, "docs/server.md": 1_025,
     "docs/server_fields.md": 1_025, "docs/sharded_trainers.md": 550, "docs/structured.md": 775,
     "docs/troubleshooting.md": 2_680,
