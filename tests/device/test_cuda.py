@@ -16,6 +16,7 @@ from hf_paged.device import cuda as _device
 from hf_paged.kernels import _triton, hopper
 from hf_paged.kernels.hopper import decoder_layers_support, prefill_support
 from hf_paged.kernels.layer import linear
+from hf_paged.models import experts
 from hf_paged.parallel import peers
 
 PACKAGE = Path(hf_paged.__file__).parent
@@ -27,6 +28,7 @@ QUESTIONS: dict[str, Callable[[], bool]] = {
     "attention/flash_attn_backend.py:_major": lambda: flash_attn_backend._major(GPU) is not None,
     "kernels/hopper/__init__.py:why_not_on": lambda: hopper.why_not_on(GPU, lambda *_: None) is None,
     "kernels/layer/linear.py:_shared_memory": lambda: linear._shared_memory(GPU) > 0,
+    "models/experts.py:why_not_on": lambda: experts.why_not_on(GPU) is None,
     "parallel/peers.py:_obstacle": lambda: "NVIDIA" not in (peers._obstacle(GPU, 2) or ""),
 }
 # What differs between makers, or names a generation of one of them.
