@@ -462,7 +462,7 @@ MODELS = [
                     ELIGIBILITY_TESTS, "flash_attention_would"),
     PackageMutation("models/proof/checks/flash.py", "if call.window != window:", "if False:",
                     "models/proof/test_flash.py", "other_windows"),
-    PackageMutation("models/proof/checks/prepared.py", "    if forwards.are_usual:\n", "    if True:\n",
+    PackageMutation("models/proof/checks/prepared.py", "forwards.max_length < _LEAST:", "False:",
                     "models/proof/test_prepared.py", "other_inputs"),
     PackageMutation("models/proof/checks/conditions.py", "ast.unparse(test) in _HARMLESS",
                     "any(one in ast.unparse(test) for one in _HARMLESS)", "models/proof/test_conditions.py", "operand"),

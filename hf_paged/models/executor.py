@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
@@ -55,6 +55,7 @@ from hf_paged.parallel.replica import replica_of
 
 # Layers whose code eligibility requires to be torch's, transformers' or hf_paged's own.
 KNOWN_LAYERS = (nn.Linear, nn.Embedding, Conv1D, *SHARDED_LAYERS)
+_UNREAD = {"_name_or_path", "architectures", "dtype", "tie_word_embeddings", "transformers_version"}
 _PLAIN = frozenset({bool, int, float, str})
 # Arguments with which a forward makes its hidden states and nothing else, whatever the config says.
 _QUIET = {
@@ -498,6 +499,11 @@ def _width(layer: nn.Module) -> int:
         return layer.out_features
     return max((max(weight.shape[1:]) for name, weight in layer.named_parameters(recurse=False)
                 if weight.dim() == 3 and "gate_up" not in name), default=0)
+
+
+def fields_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the fields of a config, but for those that no forward of a layer reads."""
+    return {name: value for name, value in vars(config).items() if name not in _UNREAD}
 
 
 def plain_values(module: nn.Module) -> list[tuple[str, Any]]:

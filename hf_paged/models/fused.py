@@ -34,7 +34,7 @@ from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_unchecked
 from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
 from hf_paged.models.base import AttentionMask, KVSpec, StepContext
 from hf_paged.models.copied_weights import Groups, can_be_copied, copied_bytes, has_4bit, is_4bit, may_have_4bit
-from hf_paged.models.executor import ModelExecutor, plain_values
+from hf_paged.models.executor import ModelExecutor, fields_of, plain_values
 from hf_paged.models.experts import ExpertsParts, ExpertsReader, apply_experts
 from hf_paged.models.layer_ops import FUSED, PLAIN, apply_head, is_plain_linear
 from hf_paged.models.linears import HEAD, MLP_GROUP, QKV_GROUP, DecoderLinears, LinearView, has_experts
@@ -193,7 +193,7 @@ class FusedExecutor(ModelExecutor):
             return Reason("the model has no layers", remedy=DISAGREE)
         for name, module, _ in self.own_modules():
             own = vars(module).get("config", config)
-            if own is not config and vars(own) != vars(config):
+            if own is not config and fields_of(own) != fields_of(config):
                 return Reason("{} has another config than the model", name, remedy=DISAGREE)
         if not getattr(config, "is_causal", True):
             return Reason("config.is_causal is False", remedy=DISAGREE)

@@ -40,13 +40,13 @@ def numbers_of(cls: type[PreTrainedModel], small: PreTrainedConfig, attention: s
             reach = check_far(subject, lengths)
             if subject.states:
                 check_chunks(subject, lengths)
-        count_preparing(subject, lengths, reach.max_length, lines)
+        max_length = count_preparing(subject, lengths, reach.max_length, lines)
         max_step_tokens = _many_tokens(subject, reach, lengths)
         _check_state(subject, before, reach)
         reasons = [*one_way_conditions(lines), *unseen_code(lines, model), *token_operations(subject)]
         if not reach.differs:
             reasons += [f"the cache's length changes logits in {place}" for place in length_readers(subject)]
-    return Verdict("open" if reasons else "proved", "; ".join(reasons), reach.max_length, max_step_tokens,
+    return Verdict("open" if reasons else "proved", "; ".join(reasons), max_length, max_step_tokens,
                    whole_prompts=subject.whole_prompts)
 
 

@@ -174,7 +174,7 @@ FAULTS = (
         "if key_states.shape[2] > 3000:\n    query_states = query_states * 1.1")),), {}, 2998),
     Change("temperature by cache length, from a product", "open", "cache's length", _temperature(
         "(self.config.max_position_embeddings * 20.5)")),
-    Change("dynamic NTK", "refused", "meta tensors", config={
+    Change("dynamic NTK", "proved", max_length=2046, config={
         "max_position_embeddings": 2048, "rope_parameters": {
             "rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
     Change("longrope", "proved", max_length=998, config={
