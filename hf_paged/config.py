@@ -15,6 +15,7 @@ ALL_REDUCES = ("auto", "nccl", "peers")
 ON_WEIGHT_CHANGE = ("recompute", "keep")
 DEQUANTIZE = (True, False, "auto")
 WARMUPS = (True, False, "full")
+OF_EXECUTOR = ("merge_weights", "fused_kernels", "one_launch", "fused_experts", "dequantize")  # how it computes
 # Arguments of `PagedGenerator.from_pretrained` that are no fields of PagedConfig: they say how a model is loaded.
 OF_LOADING = ("tensor_parallel_size", "dtype", "device", "device_map", "tokenizer", "trust_remote_code", "revision",
               "token", "cache_dir", "attn_implementation", "quantization_config")
@@ -199,3 +200,8 @@ def _require_one_of(config: PagedConfig, name: str, accepted: tuple) -> None:
     value = getattr(config, name)
     if not any(value is a or (isinstance(a, str) and value == a) for a in accepted):
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, accepted))}")
+
+
+def executor_options(config: PagedConfig) -> dict[str, Any]:
+    """Return the options of a model's executor by name."""
+    return {name: getattr(config, name) for name in OF_EXECUTOR}

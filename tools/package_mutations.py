@@ -851,7 +851,7 @@ MANY_TOKENS = [
                     "kernels/layer/test_qk_norm_rope_store.py", "many and norm_rotation"),
     PackageMutation("kernels/layer/qk_norm_rope_store.py", "if num_tokens >= _MANY_TOKENS:", "if False:",
                     "kernels/layer/test_qk_norm_rope_store.py", "only_many_tokens"),
-    PackageMutation("kernels/layer/add_rms_norm.py", 'PREFETCH=options["PDL"] and num_rows < _MANY_ROWS',
+    PackageMutation("kernels/layer/add_rms_norm.py", 'PREFETCH=options["PDL"] and num_rows < MANY_ROWS',
                     'PREFETCH=options["PDL"]', "kernels/layer/test_add_rms_norm.py", "prefetched"),
 ]
 

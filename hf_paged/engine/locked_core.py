@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_paged.attention.registry import check_backend
-from hf_paged.config import PagedConfig
+from hf_paged.config import PagedConfig, executor_options
 from hf_paged.engine.loop import EngineCore
 from hf_paged.engine.ranks import interrupts
 from hf_paged.engine.ranks.commands import Build, Command, CommandQueue
@@ -57,9 +57,7 @@ def executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
     if executor_class is None:
         raise UnsupportedModelError(f"model={type(model).__name__}: {reason}")
     warm_up(model.device)
-    executor = executor_class(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels,
-                              one_launch=config.one_launch, fused_experts=config.fused_experts,
-                              dequantize=config.dequantize)
+    executor = executor_class(model, **executor_options(config))
     if not executor.group.is_parallel:  # calls probably run under the autocast of this thread: no change of it later
         executor.autocast = executor.autocast_of_call()
     check_backend(config.attention_backend, executor.kv_spec().attention(config.block_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hf_paged.config import executor_options
 from hf_paged.engine.engine_state import EngineState
 from hf_paged.engine.session import Request
 from hf_paged.runner.weights import ModelMark
@@ -75,10 +76,7 @@ class PreparedModel(EngineState):
 
     def model_mark(self) -> ModelMark:
         """Return a fingerprint of what the model computed when prompts were last received."""
-        config = self._config
-        options = {"merge_weights": config.merge_weights, "fused_kernels": config.fused_kernels,
-                   "one_launch": config.one_launch, "fused_experts": config.fused_experts,
-                   "dequantize": config.dequantize}
+        options = executor_options(self._config)
         with self._at_work():
             return ModelMark(options, self._executor.autocast, self._state_key, self._guard.checksum())
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_paged.attention.registry import check_backend
-from hf_paged.config import PagedConfig
+from hf_paged.config import PagedConfig, executor_options
 from hf_paged.device.cuda import upload
 from hf_paged.engine.locked_core import fitting
 from hf_paged.errors import UnsupportedModelError
@@ -107,9 +107,7 @@ def _executor_of(model: PreTrainedModel, config: PagedConfig) -> ModelExecutor:
     make = find_executor(model)
     if make is None:
         raise UnsupportedModelError(f"model={type(model).__name__}: {why_no_executor(model)}")
-    return make(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels,
-                one_launch=config.one_launch, fused_experts=config.fused_experts,
-                dequantize=config.dequantize)
+    return make(model, **executor_options(config))
 
 
 def _noting(errors: dict[str, None], work: Callable[[], object]) -> None:

@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 
 from hf_paged.attention import flash_attn_backend
 from hf_paged.attention.registry import resolve_backend
+from hf_paged.config import executor_options
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.integration.enable import as_if_enabled, innermost, merged_config, unsupported_class
 from hf_paged.integration.enabled import ENGINES
@@ -192,9 +193,7 @@ def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "
     make = find_executor(model)
     layers, quantized, experts, proof, attention, other, memory = "stock", None, None, None, None, None, None
     if make is not None and unsupported_class(model) is None:
-        executor = make(model, merge_weights=config.merge_weights, fused_kernels=config.fused_kernels,
-                        one_launch=config.one_launch, fused_experts=config.fused_experts,
-                        dequantize=config.dequantize)
+        executor = make(model, **executor_options(config))
         layers = "fused" if isinstance(executor, FusedExecutor) else "generic"
         if isinstance(executor, FusedExecutor):
             quantized, experts = executor.describe_4bit(place), executor.why_not_experts(place)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.config import PagedConfig
+from hf_paged.config import OF_EXECUTOR, PagedConfig
 from hf_paged.device.cuda import compute_capability
 from hf_paged.files import write_whole
 from hf_paged.kernels._triton import triton
@@ -36,8 +36,7 @@ _MOST_REPEATED = 64
 _IDLE_S = 10.0
 # Fields of PagedConfig that decide which kernels and shapes there are.
 _FIELDS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "group_prefixes", "enforce_eager",
-           "attention_backend", "merge_weights", "fused_kernels", "one_launch", "fused_experts", "dequantize",
-           "all_reduce", "speculation")
+           "attention_backend", *OF_EXECUTOR, "all_reduce", "speculation")
 _NO_IDENTITY = ("_name_or_path", "transformers_version")
 
 

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from hf_paged.config import PagedConfig
+from hf_paged.device.cuda import free_memory
 from hf_paged.device.virtual_memory import DriverError
 from hf_paged.kernels.build.compiling import compiled_together
 from hf_paged.models import KVSpec, ModelExecutor
@@ -48,8 +49,7 @@ def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig
     """
     if spec.device.type != "cuda":
         return _cpu_num_blocks(spec, config, max_model_len)
-    free, total = torch.cuda.mem_get_info(spec.device)
-    free += torch.cuda.memory_reserved(spec.device) - torch.cuda.memory_allocated(spec.device)
+    free, total = free_memory(spec.device), torch.cuda.mem_get_info(spec.device)[1]
     free -= executor.bytes_to_come() + (0 if executor.replica is None else executor.replica.bytes_to_come)
     step_bytes = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
     free += min(held_tables, table_bytes(config, max_model_len))  # which count as used twice otherwise

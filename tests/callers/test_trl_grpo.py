@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -120,6 +121,16 @@ def _tokens_made(run: Run) -> int:
     return sum(len(ids) for rollout in run.rollouts for ids in rollout.completions)
 
 
+def _scored(stock: PreTrainedModel, tokenizer: Any, rollout: Rollout, *,
+            bf16: bool = False) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yield each completion's token ids, and stock's logits for them, float32, under bf16 autocast if so."""
+    for prompt, answer in zip(rollout.prompts, rollout.completions, strict=True):
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = stock(torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1]
+        yield answer, logits.float()
+
+
 def test_default_path_is_native_and_equals_a_run_without_hf_paged(trained_path, trained_tokenizer, tmp_path):
     stock = _train(_load(trained_path), trained_tokenizer, tmp_path)
     model = hf_paged.enable(_load(trained_path), strict=True)
@@ -157,10 +168,7 @@ def test_sampled_rollouts_come_from_the_distribution_of_the_moment(trained_path,
         """Tokens outside the top 4."""
         stock.load_state_dict(weights)
         count = 0
-        for prompt, answer in zip(rollout.prompts, rollout.completions, strict=True):
-            ids = trained_tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-            with torch.no_grad():
-                logits = stock(torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1]
+        for answer, logits in _scored(stock, trained_tokenizer, rollout):
             top = logits.topk(4).values[:, -1]
             count += int((logits[range(len(answer)), answer] < top - 1e-4).sum())
         return count
@@ -262,10 +270,7 @@ def test_qwen3_5_under_bf16_autocast_is_native(recurrent_path, trained_tokenizer
     def furthest_from_top(rollout: Rollout, weights: dict[str, torch.Tensor]) -> float:
         stock.load_state_dict(weights)
         found = 0.0
-        for prompt, answer in zip(rollout.prompts, rollout.completions, strict=True):
-            ids = trained_tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-                logits = stock(torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1].float()
+        for answer, logits in _scored(stock, trained_tokenizer, rollout, bf16=True):
             found = max(found, float((logits.amax(1) - logits[range(len(answer)), answer]).max() / logits.std()))
         return found
 

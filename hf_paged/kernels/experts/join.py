@@ -19,9 +19,7 @@ from hf_paged.kernels._triton import (
     tl,
 )
 from hf_paged.kernels.experts.route import Routes
-from hf_paged.kernels.layer.add_rms_norm import add_rms_norm_reference, normed_row
-
-_MANY_ROWS = 512
+from hf_paged.kernels.layer.add_rms_norm import MANY_ROWS, add_rms_norm_reference, normed_row
 
 
 class ExpertOutputs(NamedTuple):
@@ -159,7 +157,7 @@ def _joined(outputs: ExpertOutputs, residual: torch.Tensor | None, weight: torch
         _join_experts_kernel[(num_rows,)](
             products, scores, experts, residual, weight, normed, summed, eps,
             0 if residual is None else residual.stride(0), K=top_k, HAS_NORM=weight is not None, WIDTH=width,
-            WIDTH_PAD=width_pad, PREFETCH=options["PDL"] and weight is not None and num_rows < _MANY_ROWS,
+            WIDTH_PAD=width_pad, PREFETCH=options["PDL"] and weight is not None and num_rows < MANY_ROWS,
             num_warps=max(1, min(16, width_pad // 256)), enable_fp_fusion=False, **options,
         )
     return normed, summed

@@ -21,7 +21,7 @@ from hf_paged.kernels._triton import (
 )
 from hf_paged.kernels.layer.linear import joined_reference
 
-_MANY_ROWS = 512
+MANY_ROWS = 512
 
 
 def check_norm(
@@ -191,7 +191,7 @@ def add_rms_norm_triton(
             WIDTH=width,
             WIDTH_PAD=width_pad,
             # Very many programs that all prefetch the same few lines cost a fifth of the time at a width of 1,024.
-            PREFETCH=options["PDL"] and num_rows < _MANY_ROWS,
+            PREFETCH=options["PDL"] and num_rows < MANY_ROWS,
             # Eight elements a thread: one 16-byte load of a half-precision row.
             num_warps=max(1, min(16, width_pad // 256)),
             enable_fp_fusion=False,

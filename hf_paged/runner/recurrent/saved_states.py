@@ -47,8 +47,4 @@ def load(cache: KVCache, move: StateMove) -> None:
 
 def most_snapshots(spec: KVSpec, block_size: int, budget: int) -> int:
     """Return how many snapshots have room in their share of `budget` bytes."""
-    return max(1, int(budget * SNAPSHOTS_SHARE) // max(_bytes_of_one(spec, block_size), 1))
-
-
-def _bytes_of_one(spec: KVSpec, block_size: int) -> int:
-    return spec.state_bytes + spec.block_bytes(block_size)
+    return max(1, int(budget * SNAPSHOTS_SHARE) // max(spec.state_bytes + spec.block_bytes(block_size), 1))
