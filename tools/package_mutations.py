@@ -830,7 +830,7 @@ FEW_ROWS = [
                     "dry_run"),
     PackageMutation("parallel/peers.py", "    finally:\n        group.buffers = None", "    finally:\n        pass",
                     "parallel/test_peers.py", "before_ranks_meet"),
-    PackageMutation("runner/memory.py", "may_break_off=not executor.group.is_parallel", "may_break_off=True",
+    PackageMutation("runner/memory.py", "may_break_off=executor.may_repeat", "may_break_off=True",
                     "runner/test_memory.py", "never_broken_off"),
     PackageMutation("runner/model_runner.py", "later, may_break_off=False)", "later)", "runner/test_memory.py",
                     "never_broken_off"),

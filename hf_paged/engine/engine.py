@@ -342,7 +342,7 @@ class Engine(RequestChecks, WeightAccess):
         wanted = blocks_together([spec.prompt for spec in specs], specs[0].max_new_tokens, self.config.block_size,
                                  [spec.adapter_name for spec in specs])
         most = self._core.pool.most_blocks - 1
-        if (states := most_rows(self._executor)) is not None and len(specs) > states:
+        if (states := most_rows(self._executor, self.config)) is not None and len(specs) > states:
             return Reason("{} rows that step together, and recurrent states of {} have room", len(specs), states,
                           remedy="Give fewer rows a call.")
         if wanted <= most:

@@ -32,8 +32,7 @@ from hf_paged.models import ModelExecutor, find_executor, why_no_executor
 from hf_paged.parallel.checkpoint import check_place, naming_the_place
 from hf_paged.runner.dry_runs import dry_runs
 from hf_paged.runner.manifest import Manifest, manifest_path
-from hf_paged.runner.memory import largest_step
-from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.runner.memory import largest_step, runner_kind
 from hf_paged.runner.padded_steps import PaddedSteps
 from hf_paged.runner.step_shape import StepShape
 
@@ -123,10 +122,10 @@ def _noting(errors: dict[str, None], work: Callable[[], object]) -> None:
 def _works(executor: ModelExecutor, config: PagedConfig) -> Iterator[Callable[[], object]]:
     """Yield what an engine runs before it is ready and for its requests, longest compilations first."""
     spec, longest = executor.kv_spec(), executor.max_length(config.max_model_len)
-    runner = ModelRunner(executor, spec, block_size=config.block_size, num_blocks=_NUM_BLOCKS,
-                         max_num_seqs=config.max_num_seqs, max_model_len=longest,
-                         max_num_batched_tokens=config.max_num_batched_tokens,
-                         attention_backend=config.attention_backend)
+    runner = runner_kind(executor, spec, config)(
+        executor, spec, block_size=config.block_size, num_blocks=_NUM_BLOCKS, max_num_seqs=config.max_num_seqs,
+        max_model_len=longest, max_num_batched_tokens=config.max_num_batched_tokens,
+        attention_backend=config.attention_backend)
     runner.prepare()
     steps = PaddedSteps(executor, runner.cache, runner.state, runner.attention, config.max_num_batched_tokens)
     if not (config.enforce_eager or runner.attention.backend.waits):

@@ -147,6 +147,11 @@ class ModelExecutor(ABC):
         """The ranks that hold the model together."""
         return group_of(self.model)
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether a step that was broken off may run again: no rank waits in it, and it has changed no states."""
+        return not (self.group.is_parallel or self.has_states)
+
     def finds_shards(self) -> bool:
         """Return whether the model was sharded since the last check; then its replica runs from now on."""
         if self.replica is not None:

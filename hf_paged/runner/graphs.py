@@ -49,6 +49,7 @@ class Moves(NamedTuple):
     edit_lists: int
     kv_pool: int
     kv_pool_size: int  # 0 if no kernel is made for it
+    states: int  # 0 if the model has none
 
 
 class ModelPlaces(NamedTuple):
@@ -444,9 +445,9 @@ class StepGraphs:
 
     def _moves_now(self) -> Moves:
         size = self._cache.num_blocks if self._attention.backend.knows_pool_size else 0
-        moves = self._state.moves
+        moves, states = self._state.moves, self._cache.states
         return Moves(moves["slots"], moves["token history"], moves["stop tokens"], self._state.edits.generation,
-                     self._cache.version, size)
+                     self._cache.version, size, 0 if states is None else states.version)
 
     def _drop_if_moved(self) -> None:
         """Drop the graphs that read what has moved since the last call: of lists of edits, only those that edit."""
@@ -541,6 +542,8 @@ class StepGraphs:
             if self._executor.group.is_parallel:  # the other ranks would wait in collectives for ever
                 raise
             self._captured.setdefault(self._key(shape), None)
+            if not self._executor.may_repeat:
+                raise
             return None
         device_times.end(shape.name, began)
         for tensor in _tensors_in(result):
@@ -593,10 +596,10 @@ class StepGraphs:
 
     def _run_compiled(self, run: Callable[[], object], shape: StepShape, num_rows: int) -> Any:
         """Call `run()` with its kernels compiled in parallel, then compile what decoding its rows will need."""
-        parallel = self._executor.group.is_parallel  # ranks may miss different kernels
-        if parallel and self._key(shape) in self._loaded:
+        may_repeat = self._executor.may_repeat  # ranks may miss different kernels
+        if not may_repeat and self._key(shape) in self._loaded:
             return run()
-        return compiled_together(run, dry_runs(self.steps, num_rows), may_break_off=not parallel)
+        return compiled_together(run, dry_runs(self.steps, num_rows), may_break_off=may_repeat)
 
     def _own_stream(self) -> torch.cuda.Stream:
         """Return the stream on which this engine captures, new or from an engine that was deleted.

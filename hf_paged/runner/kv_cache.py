@@ -48,8 +48,8 @@ class KVCache:
 
     @property
     def keeps_addresses(self) -> bool:
-        """Return whether the cache grows in place and returns to its addresses after `release`."""
-        return self._memory is not None
+        """Return whether the cache grows in place and returns to its addresses after `release`, as states do not."""
+        return self._memory is not None and self.states is None
 
     def grow(self, num_blocks: int) -> None:
         """Enlarge to `num_blocks` and keep the content, in place or tensor by tensor (the peak is one tensor more).
@@ -99,9 +99,13 @@ class KVCache:
     def nbytes(self) -> int:
         """Return the number of bytes allocated."""
         if self._memory is not None:
-            return self._memory.nbytes
-        states = 0 if self.states is None else self.states.nbytes
-        return self.num_blocks * self.spec.block_bytes(self.block_size) + states
+            return self._memory.nbytes + self.states_nbytes
+        return self.num_blocks * self.spec.block_bytes(self.block_size) + self.states_nbytes
+
+    @property
+    def states_nbytes(self) -> int:
+        """Return the bytes of states and their snapshots."""
+        return 0 if self.states is None else self.states.nbytes
 
     def _reserve(self, num_blocks: int, max_blocks: int) -> None:
         tensor_bytes = max(num_blocks, max_blocks) * _tensor_block_bytes(self.spec, self.block_size)

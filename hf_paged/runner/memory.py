@@ -39,39 +39,71 @@ POOL_GROWTH = 1.5
 
 
 def shared_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_model_len: int, *,
-                      held_blocks: int, held_tables: int = 0) -> int:
-    """Return the maximum number of blocks of an enabled model's pool that has `held_blocks` now, and tables of
-    `held_tables` bytes; allocates nothing.
+                      held_blocks: int, held_tables: int = 0, held_states: int = 0) -> int:
+    """Return the maximum number of blocks of an enabled model's pool that has `held_blocks` now, and tables and states
+    of `held_tables` and `held_states` bytes; allocates nothing.
 
     On CUDA: total * gpu_memory_utilization - used memory besides the pool - an upper bound of one step. Memory that
     torch has cached but does not use counts as free; future copies of weights and growth of tables count as used. On a
     CPU: `CPU_KV_CACHE_BYTES`.
     """
+    states = _states_bytes(executor, spec, config)
     if spec.device.type != "cuda":
-        return _cpu_num_blocks(spec, config, max_model_len)
+        return _cpu_num_blocks(spec, config, max_model_len, states)
     free, total = free_memory(spec.device), torch.cuda.mem_get_info(spec.device)[1]
     free -= executor.bytes_to_come() + (0 if executor.replica is None else executor.replica.bytes_to_come)
     step_bytes = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
-    free += min(held_tables, table_bytes(config, max_model_len))  # which count as used twice otherwise
-    extra = _blocks_left(spec, config, max_model_len, free, total, step_bytes)
+    # Which count as used twice otherwise.
+    free += min(held_tables, table_bytes(config, max_model_len)) + min(held_states, states)
+    extra = _blocks_left(spec, config, max_model_len, free, total, step_bytes, states)
     return max(2, min(held_blocks + extra, _most_useful(config, max_model_len)))
 
 
 def config_for(config: PagedConfig, executor: ModelExecutor) -> PagedConfig:
     """Return the config under which an executor's models run: with states, as `config_for_states` says."""
-    return config_for_states(config, executor.kv_spec(), CPU_KV_CACHE_BYTES) if executor.has_states else config
+    if not executor.has_states:
+        return config
+    spec = executor.kv_spec()
+    return config_for_states(config, spec, _budget(executor, config, spec.device))
 
 
-def most_rows(executor: ModelExecutor) -> int | None:
+def most_rows(executor: ModelExecutor, config: PagedConfig) -> int | None:
     """Return how many rows of an executor's models have states at once; None: any number."""
-    return most_sequences(executor.kv_spec(), CPU_KV_CACHE_BYTES) if executor.has_states else None
+    if not executor.has_states:
+        return None
+    spec = executor.kv_spec()
+    return most_sequences(spec, _budget(executor, config, spec.device))
+
+
+def _budget(executor: ModelExecutor, config: PagedConfig, device: torch.device) -> int:
+    """Return the bytes that pages, states and snapshots of a model with states may take together on a device."""
+    if device.type != "cuda":
+        return CPU_KV_CACHE_BYTES
+    weights = sum(tensor.nbytes for tensor in (*executor.model.parameters(), *executor.model.buffers()))
+    return max(0, int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization) - weights)
+
+
+def _states_bytes(executor: ModelExecutor, spec: KVSpec, config: PagedConfig) -> int:
+    """Return the bytes of all states of a runner, and of as many snapshots as may be kept."""
+    if not spec.states:
+        return 0
+    saved = int(_budget(executor, config, spec.device) * SNAPSHOTS_SHARE) if config.enable_prefix_caching else 0
+    return (config.max_num_seqs + 1) * spec.state_bytes + saved
+
+
+def runner_kind(executor: ModelExecutor, spec: KVSpec, config: PagedConfig) -> Callable[..., ModelRunner]:
+    """Return the class of runners of an executor's models, or one with its number of snapshots."""
+    if not spec.states:
+        return ModelRunner
+    most = most_snapshots(spec, config.block_size, _budget(executor, config, spec.device))
+    return partial(RecurrentRunner, num_snapshots=most)
 
 
 def most_blocks_ever(spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
     """Return an upper bound of any pool's blocks on this device, however much memory becomes free."""
     most = _most_useful(config, max_model_len)
     if spec.device.type == "cuda":
-        most = min(most, torch.cuda.mem_get_info(spec.device)[1] // spec.block_bytes(config.block_size))
+        most = min(most, torch.cuda.mem_get_info(spec.device)[1] // (spec.block_bytes(config.block_size) or NO_PAGES))
     return max(2, most)
 
 
@@ -82,12 +114,13 @@ def owned_num_blocks(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
     Raises:
         RuntimeError: If fewer than two blocks are left.
     """
+    states = _states_bytes(executor, spec, config)
     if spec.device.type != "cuda":
-        return _cpu_num_blocks(spec, config, max_model_len)
+        return _cpu_num_blocks(spec, config, max_model_len, states)
     step_bytes = _warm_up(executor, spec, config, max_model_len)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(spec.device)
-    num_blocks = _blocks_left(spec, config, max_model_len, free, total, step_bytes)
+    num_blocks = _blocks_left(spec, config, max_model_len, free, total, step_bytes, states)
     if num_blocks < 2:
         raise RuntimeError(
             f"gpu_memory_utilization={config.gpu_memory_utilization}: of {total / 2**30:.1f} GiB, {free / 2**30:.1f} "
@@ -136,16 +169,18 @@ def planned(executor: ModelExecutor, config: PagedConfig, device: torch.device, 
 
     A step's bytes are estimated; `owned_num_blocks` measures them.
     """
-    config = config_for(config, executor)
     spec, longest = executor.kv_spec()._replace(device=device), executor.max_length(config.max_model_len)
+    if spec.states:
+        config = config_for_states(config, spec, _budget(executor, config, device))
+    states = _states_bytes(executor, spec, config)
     step_bytes = executor.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     elif free is None or total is None:
-        num_blocks = _cpu_num_blocks(spec, config, longest)
+        num_blocks = _cpu_num_blocks(spec, config, longest, states)
     else:
-        num_blocks = min(_blocks_left(spec, config, longest, free - weights, total, step_bytes),
+        num_blocks = min(_blocks_left(spec, config, longest, free - weights, total, step_bytes, states),
                          _most_useful(config, longest))
     size, token = config.block_size, spec.block_bytes(config.block_size) // config.block_size
     return MemoryPlan(total, free, weights, step_bytes * _STEPS_IN_MEMORY[config.enforce_eager],
@@ -154,8 +189,8 @@ def planned(executor: ModelExecutor, config: PagedConfig, device: torch.device, 
 
 
 def _blocks_left(spec: KVSpec, config: PagedConfig, max_model_len: int, free: int, total: int,
-                 step_bytes: int) -> int:
-    available = free - total * (1.0 - config.gpu_memory_utilization)
+                 step_bytes: int, states: int = 0) -> int:
+    available = free - total * (1.0 - config.gpu_memory_utilization) - states
     available -= step_bytes * _STEPS_IN_MEMORY[config.enforce_eager] + table_bytes(config, max_model_len)
     return blocks_within(spec, config.block_size, int(available))
 
@@ -174,27 +209,32 @@ def _warm_up(executor: ModelExecutor, spec: KVSpec, config: PagedConfig, max_mod
     torch.cuda.reset_peak_memory_stats(spec.device)
     before = torch.cuda.memory_allocated(spec.device)
     run()
-    return torch.cuda.max_memory_allocated(spec.device) - before
+    rows = executor.step_bytes(0, config.max_num_seqs) if executor.has_states else 0
+    return torch.cuda.max_memory_allocated(spec.device) - before + rows
 
 
 def largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
                   max_model_len: int) -> Callable[[], object]:
-    """Return a function that runs the largest step on a temporary pool and waits for its end."""
-    length = max(1, min(config.max_num_batched_tokens // config.max_num_seqs, max_model_len - 1))
+    """Return a function that runs the largest step on a temporary pool and waits for its end.
+
+    Of a model with states, whose prompts run one by one, it is one prompt.
+    """
+    prompts = 1 if executor.has_states else config.max_num_seqs
+    length = max(1, min(config.max_num_batched_tokens // prompts, max_model_len - 1))
     num_blocks = config.max_num_seqs * -(-(length + 1) // config.block_size) + 1
     scheduler = Scheduler(SchedulerConfig(
         block_size=config.block_size, num_blocks=num_blocks, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=max_model_len,
         enable_prefix_caching=False,
     ))
-    for i in range(config.max_num_seqs):
+    for i in range(prompts):
         scheduler.add(Sequence(f"warm-up-{i}", [0] * length, max_new_tokens=1))
     plan = scheduler.schedule()
     assert plan is not None
-    runner = ModelRunner(executor, spec, block_size=config.block_size, num_blocks=num_blocks,
-                         max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
-                         max_num_batched_tokens=config.max_num_batched_tokens,
-                         attention_backend=config.attention_backend)
+    runner = runner_kind(executor, spec, config)(
+        executor, spec, block_size=config.block_size, num_blocks=num_blocks, max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len, max_num_batched_tokens=config.max_num_batched_tokens,
+        attention_backend=config.attention_backend)
     # All options of the sampler together, for the largest memory use.
     row = SlotRow.of(Drawing(do_sample=True, temperature=0.7, top_k=50, top_p=0.9, min_p=0.05), max_length=length + 1)
     runner.prepare()
@@ -203,13 +243,11 @@ def largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
         return lambda: launch().wait()
     steps = PaddedSteps(executor, runner.cache, runner.state, runner.attention, config.max_num_batched_tokens)
     later = dry_runs(steps, config.max_num_seqs, config.max_num_batched_tokens)
-    return lambda: compiled_together(launch, later, may_break_off=not executor.group.is_parallel).wait()
+    return lambda: compiled_together(launch, later, may_break_off=executor.may_repeat).wait()
 
 
-def _cpu_num_blocks(spec: KVSpec, config: PagedConfig, max_model_len: int) -> int:
-    left = CPU_KV_CACHE_BYTES - config.max_num_seqs * spec.state_bytes
-    if spec.states and config.enable_prefix_caching:
-        left -= int(CPU_KV_CACHE_BYTES * SNAPSHOTS_SHARE)
+def _cpu_num_blocks(spec: KVSpec, config: PagedConfig, max_model_len: int, states: int) -> int:
+    left = CPU_KV_CACHE_BYTES - states
     # Blocks of a model without attention hold nothing, but for their place in the scheduler.
     return max(2, min(left // (spec.block_bytes(config.block_size) or NO_PAGES), _most_useful(config, max_model_len)))
 
@@ -259,8 +297,9 @@ class DevicePool:
             return self.max_blocks
         if self._config.num_blocks is not None:
             return self._config.num_blocks
+        tables, states = (0, 0) if self.runner is None else (self.runner.state.nbytes, self.runner.cache.states_nbytes)
         return shared_num_blocks(self._executor, self._executor.kv_spec(), self._config, self.max_model_len,
-                                 held_blocks=0, held_tables=self.runner.state.nbytes if self.runner else 0)
+                                 held_blocks=0, held_tables=tables, held_states=states)
 
     def build(self) -> ModelRunner:
         """Allocate the pool or restore released memory; raises RuntimeError if the device cannot hold two blocks."""
@@ -277,10 +316,7 @@ class DevicePool:
             self.max_blocks = smallest(self.most_blocks)
             num_blocks = min(FIRST_POOL_BLOCKS, self.max_blocks)
         most = num_blocks if self._is_fixed or self._owns_device else most_blocks_ever(spec, config, self.max_model_len)
-        kind: Callable[..., ModelRunner] = ModelRunner
-        if spec.states:
-            kind = partial(RecurrentRunner, num_snapshots=most_snapshots(spec, config.block_size, CPU_KV_CACHE_BYTES))
-        self.runner = kind(
+        self.runner = runner_kind(self._executor, spec, config)(
             self._executor, spec, block_size=config.block_size, num_blocks=num_blocks,
             max_num_seqs=config.max_num_seqs, max_model_len=self.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens, attention_backend=config.attention_backend,
@@ -304,7 +340,8 @@ class DevicePool:
         if self._is_fixed or self._owns_device:
             return cache.num_blocks
         most = shared_num_blocks(self._executor, cache.spec, self._config, self.max_model_len,
-                                 held_blocks=cache.num_blocks, held_tables=self.runner.state.nbytes)
+                                 held_blocks=cache.num_blocks, held_tables=self.runner.state.nbytes,
+                                 held_states=cache.states_nbytes)
         self.max_blocks = self._executor.group.smallest(most)
         wanted = max(cache.num_blocks + missing, int(cache.num_blocks * POOL_GROWTH))
         wanted = min(filled(cache.spec, cache.block_size, wanted), self.max_blocks)

@@ -121,7 +121,7 @@ class ModelRunner:
         self.look_at_windows()
         self._stream: torch.cuda.Stream | None = None  # stream of the last step
         self._compiles = spec.device.type == "cuda"  # kernels of a step in parallel
-        self._known_kinds: set[tuple[Any, ...]] = set()  # of steps over ranks, whose kernels are compiled
+        self._known_kinds: set[tuple[Any, ...]] = set()  # of steps that may not repeat, whose kernels are compiled
         self.graphs = None
         if use_graphs and spec.device.type == "cuda" and not backend.waits:
             self.graphs = StepGraphs(executor, self.cache, self.state, self.attention, max_num_batched_tokens)
@@ -208,9 +208,9 @@ class ModelRunner:
     def _compiled(self, run: partial[Result], plan: StepPlan) -> Result:
         """Call `run()` with its kernels compiled in parallel, then compile the kernels of decoding its rows."""
         later = () if self.graphs is None else dry_runs(self.graphs.steps, len(plan.slots))
-        if not self.executor.group.is_parallel:
+        if self.executor.may_repeat:
             return compiled_together(run, later)
-        # A step over ranks is not broken off at a missing kernel, so a dry run looks for all before, once a kind.
+        # Such a step is not broken off at a missing kernel: a dry run looks for all before, once a kind.
         if (kind := self._kind(run, plan)) in self._known_kinds:
             return run()
         result = compiled_together(run, later, may_break_off=False)

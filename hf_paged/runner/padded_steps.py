@@ -102,7 +102,9 @@ class PaddedSteps:
         self._executor, self._cache, self.state, self.attention = executor, kv_cache, state, attention
         self._device = kv_cache.spec.device
         self._num_parameters = sum(p.numel() for p in executor.model.parameters())
-        self.prompt_sizes = np.array(prompt_sizes(self._num_parameters, max_num_batched_tokens) or [0])
+        # Prompts of models with states run one by one.
+        sizes = [] if executor.has_states else prompt_sizes(self._num_parameters, max_num_batched_tokens)
+        self.prompt_sizes = np.array(sizes or [0])
         self.use_slots()
 
     def use_slots(self) -> None:

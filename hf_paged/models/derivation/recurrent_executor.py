@@ -9,7 +9,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
-from hf_paged.guards.hints import ENABLE_AGAIN
+from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN
 from hf_paged.models.base import KVSpec, StateShape, StepContext
 from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.executor import ModelExecutor, final_states
@@ -19,7 +19,7 @@ from hf_paged.models.tuners import ONE_AT_A_TIME, by_row
 from hf_paged.parallel.group import group_of
 from hf_paged.parallel.replica import replica_of
 
-ON_A_CPU = "It runs in stock. On a CPU, causal LMs that are proved run natively."
+HERE = "It runs in stock. On one CPU or GPU, causal LMs that are proved run natively."
 _USUAL_LENGTH = 1 << 15  # of a model without positions
 
 
@@ -28,7 +28,7 @@ def why_no_states(model: PreTrainedModel, model_class: type) -> Reason | None:
     device = model.device.type
     if not view.HAS_IDIOM:
         return _not_yet(model_class, f"under transformers {transformers.__version__}")
-    if device not in ("cpu", "meta"):
+    if device not in ("cpu", "cuda", "meta"):
         return _not_yet(model_class, f"on {device}")
     if group_of(model).is_parallel or replica_of(model) is not None:
         return _not_yet(model_class, "over several ranks")
@@ -37,7 +37,7 @@ def why_no_states(model: PreTrainedModel, model_class: type) -> Reason | None:
 
 def _not_yet(model_class: type, where: str) -> Reason:
     return Reason("{} keeps a recurrent state, which steps {} do not have yet", model_class.__name__, where,
-                  remedy=ON_A_CPU)
+                  remedy=HERE)
 
 
 class RecurrentExecutor(DerivedExecutor):
@@ -89,6 +89,9 @@ class RecurrentExecutor(DerivedExecutor):
         if (dtype := self.kv_spec().compute_dtype) != self.outline.dtype:
             return Reason("weights of dtype {}, which were {} when the model was enabled", dtype, self.outline.dtype,
                           remedy=ENABLE_AGAIN)
+        if autocast is not None and self.model.device.type != "cpu":
+            return Reason("autocast to {}, under which the dtypes of {}'s states are known on a CPU alone", autocast,
+                          self.model_class.__name__, remedy=DTYPE_OF_AUTOCAST)
         return ModelExecutor.why_not_precision(self, autocast) or super().why_not_precision(autocast)
 
     def why_not_adapter(self, name: str) -> Reason | None:

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.kernels.build.compiling import is_dry
 from hf_paged.models.base import StateKey
 
 HAS_IDIOM = hasattr(Cache, "get_conv_state")  # transformers 5.17 has it not
@@ -44,7 +45,10 @@ class StateView(Cache):
         return len(self._slots)
 
     def store(self) -> None:
-        """Put the states into their slots; raises UnsupportedModelError if there are others than slots have."""
+        """Put the states into their slots; raises UnsupportedModelError if there are others than slots have.
+
+        In a dry run, whose states are made up, slots keep theirs.
+        """
         if (self._is_new and self.held.keys() != self._tensors.keys()) or not self.held.keys() <= self._tensors.keys():
             raise UnsupportedModelError("a forward made other states than its class did before: expected "
                                         f"{sorted(self._tensors)}, got {sorted(self.held)}. Report the model's class.")
@@ -53,7 +57,8 @@ class StateView(Cache):
             if state.shape[1:] != tensor.shape[1:]:
                 raise UnsupportedModelError(f"the state {key} has shape {[*state.shape[1:]]}: expected "
                                             f"{[*tensor.shape[1:]]}. Report the model's class.")
-            tensor.index_copy_(0, self._slots, state.to(tensor.dtype))
+            if not is_dry():
+                tensor.index_copy_(0, self._slots, state.to(tensor.dtype))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self._read((layer_idx, "conv", state_idx))

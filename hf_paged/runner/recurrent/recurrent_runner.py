@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,26 +12,33 @@ import torch
 from hf_paged.runner.model_runner import Computed, ModelRunner
 from hf_paged.runner.recurrent import saved_states
 from hf_paged.runner.recurrent.state_pool import StatePool
+from hf_paged.sampling.slot_row import SlotRow
 from hf_paged.scheduler import StepPlan
 from hf_paged.scheduler.snapshots import StateMoves
 
 
 class RecurrentRunner(ModelRunner):
-    """A `ModelRunner` whose pool has states beside pages. Its steps run eagerly; no step may run twice.
+    """A `ModelRunner` whose pool has states beside pages. No step may run twice.
 
     A prompt is computed up to each place where its states are saved. Its last token, if states precede it, joins the
-    decode rows behind the prompts.
+    decode rows behind the prompts. Steps with prompts run eagerly, and steps of decode rows alone as graphs.
     """
 
-    def __init__(self, *args: Any, max_num_seqs: int, num_snapshots: int = 0, use_graphs: bool = False,
-                 **sizes: Any) -> None:
-        super().__init__(*args, max_num_seqs=max_num_seqs, **sizes)
+    def __init__(self, *args: Any, max_num_seqs: int, num_snapshots: int = 0, **options: Any) -> None:
+        super().__init__(*args, max_num_seqs=max_num_seqs, **options)
         self.cache.states = StatePool(self.spec, max_num_seqs)
         self.num_snapshots, self.whole_prompts = num_snapshots, self.executor.whole_prompts
 
     def grow_slots(self, num_slots: int) -> int:
-        self.cache.states.grow(num_slots)
-        return super().grow_slots(num_slots)
+        with suppress(torch.OutOfMemoryError):
+            self.cache.states.grow(num_slots)
+            super().grow_slots(num_slots)
+        return self.state.num_slots
+
+    def _update_state(self, plan: StepPlan, admitted: list[SlotRow]) -> None:
+        super()._update_state(plan, admitted)
+        if plan.states is not None:
+            saved_states.save_all(self.cache, plan.states.ended)
 
     def _hidden_states(self, plan: StepPlan, *, every_token: bool) -> Computed:
         moves = plan.states or StateMoves([], {}, {})
@@ -49,7 +57,6 @@ class RecurrentRunner(ModelRunner):
                 run(singles, ends - 1, ends, are_singles=True)
                 singles.clear()
 
-        saved_states.save_all(self.cache, moves.ended)
         for row in range(plan.num_decode_rows, len(plan.slots)):
             slot, start = int(plan.slots[row]), int(plan.start[row])
             end, saves = start + int(plan.num_new_tokens[row]), moves.saves.get(slot, [])

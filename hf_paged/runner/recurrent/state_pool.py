@@ -17,17 +17,20 @@ STATES_SHARE = 0.375  # of a memory budget, beside pages and snapshots
 
 
 class StatePool:
-    """The states of all slots of the scheduler: each tensor [num_slots, *shape], in the dtype in which stock keeps it.
+    """The states of all slots of the scheduler: each tensor [num_slots + 1, *shape], in the dtype in which stock keeps
+    it. The last line belongs to padding rows of CUDA graphs.
 
     A sequence has the state slot of its number in the scheduler's table, from its admission to its end or preemption. A
     slot's content counts from the sequence's first step on: what an earlier sequence left is never read.
+
+    Attributes:
+        version: number of moves of the memory.
     """
 
     def __init__(self, spec: KVSpec, num_slots: int) -> None:
-        self.spec, self.num_slots = spec, num_slots
+        self.spec, self.num_slots, self.version = spec, num_slots, 0
         self._tensors: dict[StateKey, torch.Tensor] = {
-            state.key: torch.empty((num_slots, *state.shape), dtype=state.dtype, device=spec.device)
-            for state in spec.states}
+            state.key: _lines(num_slots, state.shape, state.dtype, spec.device) for state in spec.states}
         self._saved: WeakSet[SavedStates] = WeakSet()
 
     def view(self, slots: torch.Tensor, *, is_new: bool) -> StateView:
@@ -35,11 +38,16 @@ class StatePool:
         return StateView(self._tensors, slots.long(), is_new=is_new)
 
     def grow(self, num_slots: int) -> None:
-        """Raise the number of slots; never lowers it."""
+        """Raise the number of slots; never lowers it.
+
+        Raises:
+            torch.OutOfMemoryError: If too little memory is free; the slots keep their states.
+        """
         if num_slots > self.num_slots:
+            self.version += 1  # before anything moves, since an error may come in between
             for key, tensor in self._tensors.items():
-                self._tensors[key] = tensor.new_empty((num_slots, *tensor.shape[1:]))
-                self._tensors[key][: self.num_slots] = tensor
+                self._tensors[key] = grown = _lines(num_slots, tensor.shape[1:], tensor.dtype, tensor.device)
+                grown[: self.num_slots] = tensor[: self.num_slots]
             self.num_slots = num_slots
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -61,10 +69,17 @@ class StatePool:
 
     @property
     def nbytes(self) -> int:
-        return self.num_slots * self.spec.state_bytes + sum(content.nbytes for content in self._saved)
+        return (self.num_slots + 1) * self.spec.state_bytes + sum(content.nbytes for content in self._saved)
 
     def close(self) -> None:
-        self._tensors, self.num_slots = {}, 0
+        self._tensors, self.num_slots = {}, -1
+
+
+def _lines(num_slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory of slots, and zeros for padding rows."""
+    lines = torch.empty((num_slots + 1, *shape), dtype=dtype, device=device)
+    lines[num_slots:].zero_()
+    return lines
 
 
 def config_for_states(config: PagedConfig, spec: KVSpec, budget: int) -> PagedConfig:

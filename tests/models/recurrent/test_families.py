@@ -78,8 +78,8 @@ def dtypes_in(cache):
 
 def test_other_devices_go_to_stock(monkeypatch):
     model = recurrent_model("Lfm2")
-    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    assert "which steps on cuda do not have yet" in str(derive(model))
+    monkeypatch.setattr(type(model), "device", torch.device("xpu"))
+    assert "which steps on xpu do not have yet" in str(derive(model))
 
 
 def test_rows_of_named_adapters_go_to_stock():

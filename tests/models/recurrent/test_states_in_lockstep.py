@@ -177,5 +177,5 @@ def test_more_rows_than_have_states_and_drafts_go_to_stock(monkeypatch):
     model = outlined(recurrent_model("Lfm2"))
     assert_falls_back(model, "nothing takes back out of recurrent states", **batch([9]), max_new_tokens=3,
                       prompt_lookup_num_tokens=2, logits_processor=own())
-    monkeypatch.setattr(engine_file, "most_rows", lambda executor: 5)
+    monkeypatch.setattr(engine_file, "most_rows", lambda executor, config: 5)
     assert_falls_back(model, "recurrent states of 5 have room", **INPUTS, **OPTIONS, num_beams=2)

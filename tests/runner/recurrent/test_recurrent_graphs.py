@@ -1,0 +1,156 @@
+"""Decode steps of models with a recurrent state as graphs: stock's tokens, by the slots in the graph's own inputs, and
+padding rows that change no row's state. Without a GPU the same steps run uncaptured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recurrent_models import outlined, recurrent_model, with_idiom
+from runner.test_graphs import uncaptured
+from support import random_prompts
+from test_recurrent_runner import GREEDY, PROMPTS, greedy, run
+
+import hf_paged
+from hf_paged.kernels.build import compiling
+from hf_paged.models.base import StateShape
+from hf_paged.runner.dry_runs import dry_runs
+from hf_paged.runner.padded_steps import PaddedSteps
+from hf_paged.runner.recurrent.state_pool import StatePool
+
+pytestmark = with_idiom
+OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 5}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    return uncaptured(monkeypatch)
+
+
+@pytest.fixture(params=["Lfm2", "Qwen3_5", "Mamba2"])
+def model(request):
+    return outlined(recurrent_model(request.param))
+
+
+def decoding(model, prompts, num_steps=4):
+    """An engine some steps behind these prompts."""
+    engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, **OPTIONS))
+    made = {engine.add_request(prompt, GREEDY): [] for prompt in prompts}
+    for _ in range(num_steps):
+        for output in engine.step():
+            made[output.request_id] += output.new_token_ids
+    return engine, made
+
+
+def finished(engine, made):
+    """All tokens of requests that have made some."""
+    rest = run(engine)
+    return [tokens + rest[name] for name, tokens in made.items()]
+
+
+def states_of(engine):
+    return engine._core.runner.cache.states._tensors
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_decode_rows_replay_graphs_and_make_stocks_tokens(model, steps, overlap):
+    """Rows come and go, so that each graph is replayed with other slots, and steps with prompts run between."""
+    engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, overlap=overlap, **OPTIONS))
+    assert list(run(engine, PROMPTS).values()) == greedy(model, PROMPTS)
+    assert {kind for kind, _ in steps} == {"decode"} and len(steps) > 5
+    captured = engine.stats().num_graphs_captured
+    prompts = random_prompts([21, 8, 30], seed=5)
+    assert list(run(engine, prompts).values()) == greedy(model, prompts)
+    assert 0 < captured <= engine.stats().num_graphs_captured and engine.stats().num_graphs_dropped == 0
+
+
+def test_a_padded_step_changes_the_states_of_its_rows_alone(model, steps):
+    """Three rows in a graph of four; NaN in the line of padding rows is read by these alone."""
+    engine, made = decoding(model, PROMPTS[:3])
+    tensors = states_of(engine)
+    for tensor in tensors.values():
+        tensor[5] = float("nan")
+        tensor[3:5] = 7.0
+    before = {key: tensor.clone() for key, tensor in tensors.items()}
+    del steps[:]
+    for output in engine.step():
+        made[output.request_id] += output.new_token_ids
+    assert steps == [("decode", 4)]
+    for key, tensor in tensors.items():
+        assert (tensor != before[key]).flatten(1).any(1)[:5].tolist() == [True] * 3 + [False] * 2
+    assert finished(engine, made) == greedy(model, PROMPTS[:3])
+
+
+@torch.no_grad()
+def test_dry_runs_and_padding_change_no_state_of_a_row(model, steps, monkeypatch):
+    engine, _ = decoding(model, PROMPTS[:2])
+    runner, tensors = engine._core.runner, states_of(engine)
+    for tensor in tensors.values():
+        tensor[2:] = 7.0
+    before = {key: tensor.clone() for key, tensor in tensors.items()}
+    works = list(dry_runs(runner.graphs.steps, 5, 64, optional=True))
+    assert {work.func.__name__ for work in works} <= {"run_padding_rows", "run_masked_padding"}
+    for work in works:
+        work()
+    for key, tensor in tensors.items():
+        assert torch.equal(tensor[:-1], before[key][:-1])
+    plan = engine._core.scheduler.schedule()
+    monkeypatch.setattr(compiling._thread, "dry_run", object(), raising=False)
+    runner._hidden_states(plan, every_token=False)
+    for key, tensor in tensors.items():
+        assert torch.equal(tensor[:-1], before[key][:-1])
+    monkeypatch.undo()
+    runner._hidden_states(plan, every_token=False)
+    assert not all(torch.equal(tensor, before[key]) for key, tensor in tensors.items())
+
+
+def test_a_step_that_finds_no_memory_is_not_repeated(model, steps, monkeypatch):
+    """It has changed states: its rows are computed again."""
+    engine, made = decoding(model, PROMPTS[:2])
+    own, calls = PaddedSteps._draw, []
+
+    def no_memory(*args, **kwargs):
+        calls.append(compiling.is_dry())
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(PaddedSteps, "_draw", no_memory)
+    engine._core.runner.graphs.drop("a test")
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.step()
+    assert calls == [True, False]
+    monkeypatch.setattr(PaddedSteps, "_draw", own)
+    assert finished(engine, made) == greedy(model, PROMPTS[:2])
+
+
+def test_graphs_go_when_states_move(model, steps):
+    engine, _ = decoding(model, PROMPTS[:2])
+    assert engine.stats().num_graphs_captured
+    engine._core.runner.cache.states.grow(9)
+    run(engine)
+    assert engine.stats().graphs_dropped_by == {"states": 1}
+
+
+def test_a_pool_that_cannot_grow_keeps_its_states(monkeypatch):
+    keys = [(0, "conv", 0), (1, "recurrent", 0)]
+    model = outlined(recurrent_model("Lfm2"))
+    engine, _ = decoding(model, PROMPTS[:2])
+    spec = engine._core.runner.spec._replace(states=tuple(StateShape(key, (3,), torch.float32) for key in keys))
+    pool = StatePool(spec, 2)
+    for tensor in pool._tensors.values():
+        tensor[:2] = 7.0
+    lines = torch.empty
+
+    def few(*args, **kwargs):
+        monkeypatch.setattr(torch, "empty", none)
+        return lines(*args, **kwargs)
+
+    def none(*args, **kwargs):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty", few)
+    with pytest.raises(torch.OutOfMemoryError):
+        pool.grow(4)
+    monkeypatch.setattr(torch, "empty", lines)
+    assert (pool.num_slots, pool.version) == (2, 1)
+    pool.grow(6)
+    for tensor in pool._tensors.values():
+        assert len(tensor) == 7 and tensor[:2].eq(7.0).all() and tensor[6].eq(0.0).all()
