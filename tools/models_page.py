@@ -33,7 +33,7 @@ class with its default config, small and in float64. [design/models.md](design/m
 
 `hf-paged check MODEL` says how a checkpoint runs. Of {texts} further image-text classes (second list) calls with text
 alone run natively; calls with images run in stock. Classes with a
-[recurrent state](design/recurrent_states.md) run natively on a CPU.
+[recurrent state](design/recurrent_states.md) run natively on one CPU or GPU.
 
 """
 TABLE = """| class | runs | limit or reason |
