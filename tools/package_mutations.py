@@ -447,7 +447,7 @@ MODELS = [
                     "Exaone4-0"),
     PackageMutation("models/derivation/executor.py", "if self.constants() == self.outline.constants and", "if",
                     DERIVED_TESTS, "does_not_describe"),
-    PackageMutation("models/executor.py", "_view(model, body.split(\".\"), lambda *args, **kwargs: output)", "model",
+    PackageMutation("models/executor.py", "view_of(model, body.split(\".\"), lambda *args, **kwargs: output)", "model",
                     DERIVED_TESTS, "Cohere-0"),
     PackageMutation(RANK_PARTS, "if own not in (call, divided):", "if False:", RANK_PARTS_TESTS, "calls_that_are_not"),
     PackageMutation(RANK_PARTS, "if (worst := distance(found, logits)) >= TOLERANCE:",
@@ -1472,6 +1472,21 @@ SAVED_STATES = [
                     "    if False:\n        for tensor", SAVED_TESTS, "the_same_prompt and Lfm2"),
     PackageMutation("runner/recurrent/state_pool.py", "            tensor[slot] = states[key]\n", "            pass\n",
                     SAVED_TESTS, "a_chat and Mamba2"),
+]
+
+STATE_GRAPHS, STATE_KERNELS = "runner/recurrent/test_recurrent_graphs.py", "runner/recurrent/test_delta_net_steps.py"
+DELTA_NET, DELTA_NET_TESTS = "kernels/recurrent/delta_net.py", "kernels/recurrent/test_delta_net.py"
+STATES_ON_A_GPU = [
+    PackageMutation("models/recurrent/view.py", "            if not is_dry():", "            if True:", STATE_GRAPHS,
+                    "dry_runs and Lfm2"),
+    PackageMutation("runner/graphs.py", "            if not self._executor.may_repeat:\n                raise", "", STATE_GRAPHS,
+                    "finds_no_memory and Lfm2"),
+    PackageMutation("runner/recurrent/state_pool.py", "            self.version += 1", "            pass", STATE_GRAPHS,
+                    "states_move and Lfm2"),
+    PackageMutation("models/derivation/recurrent_executor.py", "self._by_kernel[0] != structure", "False", STATE_KERNELS,
+                    "a_layer_that_changes"),
+    PackageMutation(DELTA_NET, "tl.load(states + at + 1,", "tl.load(states + at,", DELTA_NET_TESTS, "the_kernel"),
+    PackageMutation(DELTA_NET, "        length = tl.load(lengths + row)", "        pass", DELTA_NET_TESTS, "the_kernel"),
 ]
 
 PACKAGE_MUTATIONS = [

@@ -28,6 +28,7 @@ from hf_paged.integration.fallback import IN_FALLBACK
 from hf_paged.integration.paths import ASKED, Question, within
 from hf_paged.models import find_executor
 from hf_paged.models.derivation.executor import DerivedExecutor
+from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
 from hf_paged.models.fused import FusedExecutor
 from hf_paged.outputs import Explanation
 from hf_paged.parallel.checkpoint import check_place, find_files, naming_broken_files, naming_the_place
@@ -134,6 +135,7 @@ class Preview:
     other_attention: str | None  # why FlashAttention does not run the prompts, for each package; None if it does
     quantized: str | None = None  # how 4-bit layers of a fused model run, and why; None if there are none
     experts: str | None = None  # why transformers' modules compute experts of a fused model; None if kernels do
+    states: str | None = None  # the same of layers with a recurrent state in decode steps
     calls: dict[str, Explanation] = field(default_factory=dict)  # results of `hf_paged.explain` by name
     memory: MemoryPlan | None = None  # None for a stock model
 
@@ -149,6 +151,8 @@ class Preview:
             lines.append(f"4 bit      {self.quantized}")
         if self.experts is not None:
             lines.append(f"experts    by transformers' modules: {self.experts}")
+        if self.states is not None:
+            lines.append(f"states     by transformers' modules: {self.states}")
         if self.proof is not None:
             lines.append(f"proof      {self.proof}")
         if self.attention is not None:
@@ -191,12 +195,14 @@ def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "
     is_loaded = load or getattr(model.config, "quantization_config", None) is not None
     explained = {name: explain(model, **arguments) for name, arguments in calls.items()}
     make = find_executor(model)
-    layers, quantized, experts, proof, attention, other, memory = "stock", None, None, None, None, None, None
+    layers, quantized, experts, states, proof, attention, other, memory = "stock", *[None] * 7
     if make is not None and unsupported_class(model) is None:
         executor = make(model, **executor_options(config))
         layers = "fused" if isinstance(executor, FusedExecutor) else "generic"
         if isinstance(executor, FusedExecutor):
             quantized, experts = executor.describe_4bit(place), executor.why_not_experts(place)
+        if isinstance(executor, RecurrentExecutor):
+            states = executor.why_not_kernels(place)
         if isinstance(executor, DerivedExecutor):
             proof = (f"stock's numbers in sequences of up to {executor.max_length():,} tokens and steps of up to "
                      f"{executor.max_step_tokens:,}")
@@ -209,7 +215,8 @@ def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "
         memory = planned(executor, config, place, sum(tensor.nbytes for tensor in tensors.values()))
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"the CPU ({platform.machine()})"
     return Preview(type(model).__name__, model.num_parameters(), str(model.dtype).removeprefix("torch."), name,
-                   is_loaded, layers, proof, attention, other, quantized, experts, explained, memory)
+                   is_loaded, layers, proof, attention, other, quantized, experts, states, explained,
+                   memory)
 
 
 def model_of_config(path_or_id: str, dtype: str, load: bool, trust_remote_code: bool) -> PreTrainedModel:

@@ -555,10 +555,10 @@ def class_logits(model: Any, kind: type[nn.Module], body: str, hidden: torch.Ten
         body: path of the module whose output `kind.forward` takes the hidden states from.
     """
     output = _Output(last_hidden_state=hidden[None])
-    view, head = _view(model, body.split("."), lambda *args, **kwargs: output), model.get_output_embeddings()
+    view, head = view_of(model, body.split("."), lambda *args, **kwargs: output), model.get_output_embeddings()
     if type(head) is VocabParallelHead:
         path = next(name for name, module in model.named_children() if module is head)
-        view = _view(view, [path], head.own_columns)
+        view = view_of(view, [path], head.own_columns)
     forward: Any = kind.forward
     # Gemma 4 compares the number of hidden states with that of the inputs.
     arguments = _accepted(kind, inputs_embeds=output.last_hidden_state, return_dict=True, **_QUIET)
@@ -581,12 +581,12 @@ def _names_taken(forward: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters)
 
 
-def _view(module: nn.Module, path: list[str], forward: Callable[..., Any]) -> nn.Module:
+def view_of(module: nn.Module, path: list[str], forward: Callable[..., Any]) -> nn.Module:
     """Return a view of `module` whose submodule at `path` runs `forward`; for an empty path the view itself does."""
     view = object.__new__(type(module))
     view.__dict__.update(vars(module))
     if path:
-        inner = _view(module.get_submodule(path[0]), path[1:], forward)
+        inner = view_of(module.get_submodule(path[0]), path[1:], forward)
         view.__dict__["_modules"] = {**module._modules, path[0]: inner}
     else:
         view.__dict__["forward"] = forward

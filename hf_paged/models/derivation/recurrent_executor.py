@@ -12,9 +12,10 @@ from hf_paged.errors import Reason
 from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN
 from hf_paged.models.base import KVSpec, StateShape, StepContext
 from hf_paged.models.derivation.executor import DerivedExecutor
-from hf_paged.models.executor import ModelExecutor, final_states
+from hf_paged.models.executor import ModelExecutor, final_states, view_of
+from hf_paged.models.experts import why_not_on
 from hf_paged.models.paged_calls import paged_call, running
-from hf_paged.models.recurrent import view
+from hf_paged.models.recurrent import delta_net, view
 from hf_paged.models.tuners import ONE_AT_A_TIME, by_row
 from hf_paged.parallel.group import group_of
 from hf_paged.parallel.replica import replica_of
@@ -45,8 +46,10 @@ class RecurrentExecutor(DerivedExecutor):
 
     has_states = True
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, fused_kernels: bool = True, **options: Any) -> None:
         self._cast_states: dict[torch.dtype, tuple[StateShape, ...]] = {}  # by dtype of autocast
+        self._wants_kernels = fused_kernels
+        self._by_kernel: tuple[int, list[str]] | None = None  # for a structure of the model, paths within the decoder
         super().__init__(*args, **options)
 
     @property
@@ -68,15 +71,47 @@ class RecurrentExecutor(DerivedExecutor):
         return self._cast_states[self.autocast]
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
-        meta = step.parts[0][2]
+        meta, lengths = step.parts[0][2], step.row_lengths
         assert len(step.parts) == 1 and step.ends is None
         # A row that computes all of its tokens begins, whatever its slot holds of an earlier sequence.
-        states = step.cache.states.view(meta.slots, is_new=meta.max_query_len == meta.max_seq_len)
+        is_new = meta.max_query_len == meta.max_seq_len
+        states = step.cache.states.view(meta.slots, is_new=is_new, lengths=lengths)
+        decoder = self.decoder if is_new or lengths is None else self._decoder_of_rows()
         with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
               by_row(self._adapted, None)):
-            hidden = final_states(self.decoder, input_ids, step.positions, states)
+            hidden = final_states(decoder, input_ids, step.positions, states)
         states.store()
         return hidden
+
+    def _decoder_of_rows(self) -> Any:
+        """Return the decoder for steps of decode rows: a view of it in which kernels compute what they can."""
+        decoder, structure = self.decoder, self.watch.step_structure(self.model)
+        if self._by_kernel is None or self._by_kernel[0] != structure:
+            why = self._why_not_kernels(self.kv_spec().device)
+            self._by_kernel = structure, [path for path, reason in why.items() if reason is None]
+        for path in self._by_kernel[1]:
+            decoder = view_of(decoder, path.split("."), delta_net.decoding(decoder.get_submodule(path)))
+        return decoder
+
+    def _why_not_kernels(self, device: torch.device) -> dict[str, str | None]:
+        """Return why each layer with a state would run by its own module in decode steps on a device, or None, by its
+        path within the decoder; of layers for which there is a kernel."""
+        layers = {path: module for path, module in self.decoder.named_modules() if delta_net.is_delta_net(module)}
+        spec, why = self.kv_spec(), why_not_on(device)
+        if not self._wants_kernels:
+            why = "fused_kernels=False"
+        elif self.autocast is not None:
+            why = f"autocast to {self.autocast}"
+        return {path: why or delta_net.misfit(layer, spec.states, spec.compute_dtype)
+                for path, layer in layers.items()}
+
+    def why_not_kernels(self, device: torch.device) -> str | None:
+        """Return why some layer with a state would run by its own module in decode steps on a device, or None."""
+        found = self._why_not_kernels(device)
+        reasons = [f"{path}: {why}" for path, why in found.items() if why is not None]
+        if len(found) < len({state.key[0] for state in self.outline.states}):
+            reasons.append("there are kernels for the gated delta nets of Qwen3-Next and Qwen3.5 alone")
+        return reasons[0] if reasons else None
 
     def max_length(self, asked: int | None = None) -> int:
         # The tables of requests have a column for each token.
@@ -101,5 +136,6 @@ class RecurrentExecutor(DerivedExecutor):
                       self.model_class.__name__, remedy=ONE_AT_A_TIME)
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
-        # Layers expand states by each token of a chunk.
-        return super().step_bytes(num_tokens, num_rows) + num_rows * self.kv_spec().state_bytes
+        # Layers expand states by each token of a chunk, and gather those of decode rows that no kernel reads in place.
+        spec, reads = self.kv_spec(), self.why_not_kernels(self.model.device) is None
+        return super().step_bytes(num_tokens, num_rows) + (1 if reads else num_rows) * spec.state_bytes

@@ -31,18 +31,27 @@ class StateView(Cache):
 
     Args:
         tensors: the states by key, each [num_slots, ...].
-        slots: [R] int64, the slot of each row.
+        slots: [R] int32 or int64, the slot of each row.
         is_new: whether the rows begin, without a state; else all of them have one.
+        lengths: [R] int32, of a step of decode rows: 0 for padding.
     """
 
-    def __init__(self, tensors: Mapping[StateKey, torch.Tensor], slots: torch.Tensor, *, is_new: bool) -> None:
+    def __init__(self, tensors: Mapping[StateKey, torch.Tensor], slots: torch.Tensor, *, is_new: bool,
+                 lengths: torch.Tensor | None = None) -> None:
         super().__init__(layers=[])
         self.held: dict[StateKey, torch.Tensor] = {}  # what this forward read or made, each [R, ...]
-        self._tensors, self._slots, self._is_new = tensors, slots, is_new
+        self._tensors, self._given, self._slots, self._is_new = tensors, slots, slots.long(), is_new
+        self._lengths = lengths
 
     @property
     def num_rows(self) -> int:
         return len(self._slots)
+
+    def lines(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor | None, dict[tuple[str, int], torch.Tensor]]:
+        """Return the slots and lengths of the rows, and the states of a layer in all slots, for a kernel that changes
+        them in place; no other code of this forward reads or hands in states of the layer."""
+        states = {key[1:]: tensor for key, tensor in self._tensors.items() if key[0] == layer_idx}
+        return self._given, self._lengths, states
 
     def store(self) -> None:
         """Put the states into their slots; raises UnsupportedModelError if there are others than slots have.

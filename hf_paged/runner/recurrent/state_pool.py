@@ -33,9 +33,9 @@ class StatePool:
             state.key: _lines(num_slots, state.shape, state.dtype, spec.device) for state in spec.states}
         self._saved: WeakSet[SavedStates] = WeakSet()
 
-    def view(self, slots: torch.Tensor, *, is_new: bool) -> StateView:
-        """Return the states of the rows in these slots [R] for one forward; ``is_new``: the rows have none yet."""
-        return StateView(self._tensors, slots.long(), is_new=is_new)
+    def view(self, slots: torch.Tensor, *, is_new: bool, lengths: torch.Tensor | None = None) -> StateView:
+        """Return the states of the rows in these slots [R] for one forward; arguments as for `StateView`."""
+        return StateView(self._tensors, slots, is_new=is_new, lengths=lengths)
 
     def grow(self, num_slots: int) -> None:
         """Raise the number of slots; never lowers it.
