@@ -180,7 +180,7 @@ class ModelRunner:
         result, logprobs = self._room_on_host(len(plan.slots), wanted)
         own = {kind: values[first:] for kind, values in logprobs.items()}
         if self.graphs is not None and not wanted.prompt:
-            logits = self.graphs.launch(plan, result, logprobs, num_logits=first)
+            logits = self._by_graphs(plan, first, result, logprobs)
             if logits is not None:
                 self._count_reads(plan)
                 return self._handle(result[first:], own, logits=logits)
@@ -196,6 +196,12 @@ class ModelRunner:
         scored, tops = self._score_prompts(plan, computed, spans, wanted.prompt_top)
         device_times.end("prompt log-probabilities", began)
         return self._handle(result[first:], own, scored, wanted.prompt, logits, tops)
+
+    def _by_graphs(self, plan: StepPlan, first: int, result: torch.Tensor,
+                   logprobs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Run a step as `StepGraphs.launch` does, with the logits of its first rows; returns None if none fits."""
+        assert self.graphs is not None
+        return self.graphs.launch(plan, result, logprobs, num_logits=first)
 
     def _eagerly(self, plan: StepPlan, first: int, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor], *,
                  every_token: bool) -> tuple[Computed, torch.Tensor | None]:

@@ -179,7 +179,7 @@ def test_the_pool_is_within_the_budget(owns):
     if owns:
         with PagedGenerator(model, strict=True, **options) as generator:
             made = [one.token_ids for one in generator.generate(random_prompts([9]), GREEDY, use_tqdm=False)]
-            stats = generator.stats()
+            stats = generator.engine.stats()
     else:
         hf_paged.enable(model, strict=True, **options)
         made = model.generate(**cuda(batch([9])), max_new_tokens=NEW)[:, -NEW:].tolist()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ class RecurrentRunner(ModelRunner):
     """A `ModelRunner` whose pool has states beside pages. No step may run twice.
 
     A prompt is computed up to each place where its states are saved. Its last token, if states precede it, joins the
-    decode rows behind the prompts. Steps with prompts run eagerly, and steps of decode rows alone as graphs.
+    decode rows behind the prompts. Prompts run eagerly, and decode rows as graphs.
     """
 
     def __init__(self, *args: Any, max_num_seqs: int, num_snapshots: int = 0, **options: Any) -> None:
@@ -39,6 +41,22 @@ class RecurrentRunner(ModelRunner):
         super()._update_state(plan, admitted)
         if plan.states is not None:
             saved_states.save_all(self.cache, plan.states.ended)
+
+    def _by_graphs(self, plan: StepPlan, first: int, result: torch.Tensor,
+                   logprobs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        count, rows = plan.num_decode_rows, list(range(len(plan.slots)))
+        if not 0 < count < len(rows):
+            return super()._by_graphs(plan, first, result, logprobs)
+        start, end = plan.start, plan.start + plan.num_new_tokens
+        decode = part_of(plan, rows[:count], start[:count], end[:count], num_decode_rows=count)
+        of_decode, of_prompts = ({kind: values[part] for kind, values in logprobs.items()}
+                                 for part in (slice(count), slice(count, None)))
+        if (logits := super()._by_graphs(decode, first, result[:count], of_decode)) is not None:
+            # Behind the decode rows, whose keys and values prompts may read.
+            prompts = part_of(plan, rows[count:], start[count:], end[count:], num_decode_rows=0)
+            run = partial(self._eagerly, prompts, 0, result[count:], of_prompts, every_token=False)
+            self._compiled(run, prompts) if self._compiles else run()
+        return logits
 
     def _hidden_states(self, plan: StepPlan, *, every_token: bool) -> Computed:
         moves = plan.states or StateMoves([], {}, {})
