@@ -63,7 +63,7 @@ class PagedConfig:
         seed: base seed of calls that bring none. None: drawn from torch's default generator for each call.
         merge_weights: on a GPU lay q, k, v (and gate, up) side by side in memory, each still a parameter of its own
             with an ordinary storage. On a CPU nothing is merged.
-        fused_kernels: norms, RoPE, activation, delta nets, products of few rows by hf_paged's kernels; False: torch's.
+        fused_kernels: norms, RoPE, activation, states, products of few rows by hf_paged's kernels; False: torch's.
         one_launch: on H100 and H200 compute all layers of a step of up to eight sequences in one launch, where its
             kernel supports the model: dense Qwen3 and Llama models in bf16 with heads of 128 and merged weights,
             without LoRA. Until the kernel is compiled, and to the end of the requests that run then, steps run layer

@@ -1474,19 +1474,30 @@ SAVED_STATES = [
                     SAVED_TESTS, "a_chat and Mamba2"),
 ]
 
-STATE_GRAPHS, STATE_KERNELS = "runner/recurrent/test_recurrent_graphs.py", "runner/recurrent/test_delta_net_steps.py"
+STATE_GRAPHS, STATE_KERNELS = "runner/recurrent/test_recurrent_graphs.py", "runner/recurrent/test_decode_kernels.py"
 DELTA_NET, DELTA_NET_TESTS = "kernels/recurrent/delta_net.py", "kernels/recurrent/test_delta_net.py"
 STATES_ON_A_GPU = [
     PackageMutation("models/recurrent/view.py", "            if not is_dry():", "            if True:", STATE_GRAPHS,
                     "dry_runs and Lfm2"),
-    PackageMutation("runner/graphs.py", "            if not self._executor.may_repeat:\n                raise", "", STATE_GRAPHS,
+    PackageMutation("runner/graphs.py", "            if not self._executor.may_repeat:\n                raise",
+                    "", STATE_GRAPHS,
                     "finds_no_memory and Lfm2"),
     PackageMutation("runner/recurrent/state_pool.py", "            self.version += 1", "            pass", STATE_GRAPHS,
                     "states_move and Lfm2"),
-    PackageMutation("models/derivation/recurrent_executor.py", "self._by_kernel[0] != structure", "False", STATE_KERNELS,
+    PackageMutation("models/derivation/recurrent_executor.py", "self._by_kernel[0] != structure",
+                    "False", STATE_KERNELS,
                     "a_layer_that_changes"),
-    PackageMutation(DELTA_NET, "tl.load(states + at + 1,", "tl.load(states + at,", DELTA_NET_TESTS, "the_kernel"),
-    PackageMutation(DELTA_NET, "        length = tl.load(lengths + row)", "        pass", DELTA_NET_TESTS, "the_kernel"),
+    PackageMutation("kernels/recurrent/_convolution.py", "TAPS + tap + 1, mask", "TAPS + tap, mask", DELTA_NET_TESTS,
+                    "the_kernel"),
+    PackageMutation("kernels/recurrent/mamba2.py", "== SHARING - 1", "== 0", "kernels/recurrent/test_mamba2.py",
+                    "the_kernel"),
+    PackageMutation("models/recurrent/view.py",
+                    "                self.store()  # states", "                pass  # states",
+                    "models/recurrent/test_view.py", "a_layer_that_asks"),
+    PackageMutation(RECURRENT, "        if not 0 < count < len(rows):", "        if True:", STATE_GRAPHS,
+                    "replay_graphs and Lfm2"),
+    PackageMutation(DELTA_NET, "        length = tl.load(lengths + row)", "        pass",
+                    DELTA_NET_TESTS, "the_kernel"),
 ]
 
 PACKAGE_MUTATIONS = [

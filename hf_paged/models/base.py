@@ -44,6 +44,11 @@ class StateShape(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state of one sequence."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class KVSpec(NamedTuple):
     """Shape of the cache that a model needs: per attention call K and V of [num_blocks, block_size, num_kv_heads,
@@ -86,7 +91,7 @@ class KVSpec(NamedTuple):
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of one sequence."""
-        return sum(math.prod(state.shape) * state.dtype.itemsize for state in self.states)
+        return sum(state.nbytes for state in self.states)
 
 
 def position_elements(shape: PoolShape) -> int:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
+from hf_paged.kernels.recurrent._convolution import LayerStates, convolved_in_place, exp, silu, softplus
 
 MAX_DIM = 256  # of heads, which are powers of two
 L2_EPS = 1e-6  # of transformers' `l2norm`
@@ -51,19 +52,7 @@ class DeltaNetWeights(NamedTuple):
     eps: float
 
 
-class DeltaNetStates(NamedTuple):
-    """States of S slots, contiguous.
-
-    Attributes:
-        conv: ``[S, C, T]``, the inputs' dtype: the last T inputs of each channel.
-        recurrent: ``[S, H * G, K, V]`` float32.
-    """
-
-    conv: torch.Tensor
-    recurrent: torch.Tensor
-
-
-def _check(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: DeltaNetStates, slots: torch.Tensor,
+def _check(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: LayerStates, slots: torch.Tensor,
            lengths: torch.Tensor | None = None) -> None:
     (rows, heads, key_dim), (group, value_dim), dtype = inputs.query.shape, inputs.value.shape[2:], inputs.query.dtype
     channels, taps = heads * (2 * key_dim + group * value_dim), weights.conv.shape[-1]
@@ -98,14 +87,14 @@ def takes_sizes(key_dim: int, value_dim: int, taps: int) -> bool:
     return all(not size & (size - 1) and least <= size <= most for size, least, most in ranges)
 
 
-def delta_net_unchecked(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: DeltaNetStates, slots: torch.Tensor,
+def delta_net_unchecked(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: LayerStates, slots: torch.Tensor,
                         lengths: torch.Tensor | None = None) -> torch.Tensor:
     """Compute a new token of each row, which changes the states in its slot.
 
     Args:
         inputs: of R rows.
         weights: of the layer.
-        states: of all slots; K and V are powers of two from 16 to 256, T from 2 to 8.
+        states: of all slots, ``[S, H * G, K, V]``; K and V are powers of two from 16 to 256, T from 2 to 8.
         slots: ``[R]`` int32, no two alike but for padding.
         lengths: ``[R]`` int32: rows of length 0 are padding, which changes no state; None: there are none.
 
@@ -123,7 +112,7 @@ def delta_net_unchecked(inputs: DeltaNetInputs, weights: DeltaNetWeights, states
 delta_net = checked(_check, delta_net_unchecked)
 
 
-def delta_net_reference(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: DeltaNetStates, slots: torch.Tensor,
+def delta_net_reference(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: LayerStates, slots: torch.Tensor,
                         lengths: torch.Tensor | None = None) -> torch.Tensor:
     """:func:`delta_net` in plain torch."""
     (num_rows, heads, key_dim), (group, value_dim), dtype = (
@@ -160,38 +149,8 @@ def _normed(x: torch.Tensor) -> torch.Tensor:
 
 
 @jit()
-def _exp(x, INTERPRETED: tl.constexpr):
-    # libdevice's exp, as torch's on CUDA; tl.exp is ex2.approx.
-    return tl.exp(x) if INTERPRETED else tl.extra.cuda.libdevice.exp(x)
-
-
-@jit()
 def _sigmoid(x, INTERPRETED: tl.constexpr):
-    return tl.div_rn(tl.zeros_like(x) + 1.0, 1.0 + _exp(-x, INTERPRETED))
-
-
-@jit()
-def _softplus(x, INTERPRETED: tl.constexpr):
-    power = _exp(tl.minimum(x, 20.0), INTERPRETED)
-    if INTERPRETED:
-        above = 1.0 + power
-        low = tl.where(above == 1.0, power, tl.log(above) * power / tl.where(above == 1.0, 1.0, above - 1.0))
-    else:
-        low = tl.extra.cuda.libdevice.log1p(power)
-    return tl.where(x > 20.0, x, low)
-
-
-@jit()
-def _convolved(states, weight, channel, new, TAPS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """silu of the convolution of channels [N] behind their new inputs [N], which enter the states; float32 [N]."""
-    tap = tl.arange(0, TAPS)[None, :]
-    at = channel[:, None] * TAPS + tap
-    window = tl.where(tap == TAPS - 1, new[:, None], tl.load(states + at + 1, mask=tap < TAPS - 1, other=0.0))
-    tl.debug_barrier()  # every input has been read before another takes its place
-    tl.store(states + at, window)
-    mixed = tl.sum(window.to(tl.float32) * tl.load(weight + at).to(tl.float32), 1)
-    mixed = mixed.to(new.dtype).to(tl.float32)
-    return tl.div_rn(mixed, 1.0 + _exp(-mixed, INTERPRETED)).to(new.dtype).to(tl.float32)
+    return tl.div_rn(tl.zeros_like(x) + 1.0, 1.0 + exp(-x, INTERPRETED))
 
 
 @jit(varying_pointers=("slots", "lengths"))
@@ -219,11 +178,13 @@ def _delta_net_kernel(
         conv_states += slot * (HEADS * (2 * K + GROUP * V) * TAPS)
         at = (slot * HEADS + head) * (GROUP * K * V) + k[:, None] * V + v[None, :]
         state = tl.load(states + at)
-        q = _convolved(conv_states, conv_weight, head * K + k, tl.load(query + row * query_row + head * query_head + k),
-                       TAPS, INTERPRETED)
+        query_at = query + row * query_row + head * query_head + k
+        q = convolved_in_place(conv_states, conv_weight, None, head * K + k, tl.load(query_at), TAPS, False,
+                               INTERPRETED)
         q = q * tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) / ROOT
         key_at = key + row * key_row + head * key_head + k
-        key_vector = _convolved(conv_states, conv_weight, (HEADS + head) * K + k, tl.load(key_at), TAPS, INTERPRETED)
+        key_vector = convolved_in_place(conv_states, conv_weight, None, (HEADS + head) * K + k, tl.load(key_at), TAPS,
+                                        False, INTERPRETED)
         key_vector = key_vector * tl.rsqrt(tl.sum(key_vector * key_vector, 0) + L2_EPS)
         value += row * value_row + head * value_head
         gate += row * gate_row + head * gate_head
@@ -238,11 +199,12 @@ def _delta_net_kernel(
             following_at = at + (following // BLOCKS * K * V + following % BLOCKS * BLOCK)
             next_state = tl.load(states + following_at, mask=k[:, None] < (TILES - following) * K, other=0.0)
             offset = member * V + part * BLOCK + v
-            new = _convolved(conv_states, conv_weight, channels + offset, tl.load(value + offset), TAPS, INTERPRETED)
+            new = convolved_in_place(conv_states, conv_weight, None, channels + offset, tl.load(value + offset), TAPS,
+                                     False, INTERPRETED)
             share = _sigmoid(tl.load(beta + member).to(tl.float32), INTERPRETED).to(dtype).to(tl.float32)
             step = tl.load(alpha + member).to(tl.float32) + tl.load(dt_bias + head * GROUP + member).to(tl.float32)
-            rate = -_exp(tl.load(a_log + head * GROUP + member).to(tl.float32), INTERPRETED)
-            state = state * _exp(rate * _softplus(step, INTERPRETED), INTERPRETED)
+            rate = -exp(tl.load(a_log + head * GROUP + member).to(tl.float32), INTERPRETED)
+            state = state * exp(rate * softplus(step, INTERPRETED), INTERPRETED)
             delta = (new - tl.sum(state * key_vector[:, None], 0)) * share
             state = state + key_vector[:, None] * delta[None, :]
             tl.store(states + here, state)
@@ -253,16 +215,16 @@ def _delta_net_kernel(
                 normed = (attended * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
                 normed = (tl.load(norm_weight + column).to(tl.float32) * normed).to(dtype).to(tl.float32)
                 opened = tl.load(gate + member * V + column).to(tl.float32)
-                opened = tl.div_rn(opened, 1.0 + _exp(-opened, INTERPRETED))
-                tl.store(out + member * V + column, (normed * opened).to(dtype))
+                tl.store(out + member * V + column, (normed * silu(opened, INTERPRETED)).to(dtype))
             state = next_state
     else:
         for member in range(GROUP):
             tl.store(out + member * V + column, tl.zeros([BLOCKS, BLOCK], dtype))
 
 
-def delta_net_triton(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: DeltaNetStates, slots: torch.Tensor,
-                     lengths: torch.Tensor | None = None, *, block: int = 32, num_warps: int = 4) -> torch.Tensor:
+def delta_net_triton(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: LayerStates, slots: torch.Tensor,
+                     lengths: torch.Tensor | None = None, *, block: int = 32, num_warps: int = 4,
+                     max_registers: int | None = 128) -> torch.Tensor:
     """:func:`delta_net` as one Triton launch; ``block``: columns of a state in registers at a time."""
     require_triton()
     (num_rows, heads, key_dim), (group, value_dim) = inputs.query.shape, inputs.value.shape[2:]
@@ -276,6 +238,6 @@ def delta_net_triton(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: D
             HEADS=heads, GROUP=group, K=key_dim, V=value_dim, TAPS=weights.conv.shape[-1], BLOCK=min(block, value_dim),
             ROOT=key_dim**0.5, L2_EPS=L2_EPS, HAS_LENGTHS=lengths is not None,
             INTERPRETED=triton.knobs.runtime.interpret, num_warps=num_warps, enable_fp_fusion=False,
-            **pdl_options(out),
+            **({} if max_registers is None else {"maxnreg": max_registers}), **pdl_options(out),
         )
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +17,13 @@ from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.executor import ModelExecutor, final_states, view_of
 from hf_paged.models.experts import why_not_on
 from hf_paged.models.paged_calls import paged_call, running
-from hf_paged.models.recurrent import delta_net, view
+from hf_paged.models.recurrent import delta_net, mamba2, view
 from hf_paged.models.tuners import ONE_AT_A_TIME, by_row
 from hf_paged.parallel.group import group_of
 from hf_paged.parallel.replica import replica_of
 
 HERE = "It runs in stock. On one CPU or GPU, causal LMs that are proved run natively."
+_KERNELS = (delta_net, mamba2)  # files that have a kernel for layers of some classes
 _USUAL_LENGTH = 1 << 15  # of a model without positions
 
 
@@ -90,27 +93,29 @@ class RecurrentExecutor(DerivedExecutor):
             why = self._why_not_kernels(self.kv_spec().device)
             self._by_kernel = structure, [path for path, reason in why.items() if reason is None]
         for path in self._by_kernel[1]:
-            decoder = view_of(decoder, path.split("."), delta_net.decoding(decoder.get_submodule(path)))
+            layer = decoder.get_submodule(path)
+            kind = next(kind for kind in _KERNELS if kind.handles(layer))
+            decoder = view_of(decoder, path.split("."), partial(kind.decode, layer))
         return decoder
 
     def _why_not_kernels(self, device: torch.device) -> dict[str, str | None]:
         """Return why each layer with a state would run by its own module in decode steps on a device, or None, by its
         path within the decoder; of layers for which there is a kernel."""
-        layers = {path: module for path, module in self.decoder.named_modules() if delta_net.is_delta_net(module)}
+        layers = [(path, module, kind) for path, module in self.decoder.named_modules() for kind in _KERNELS
+                  if kind.handles(module)]
         spec, why = self.kv_spec(), why_not_on(device)
         if not self._wants_kernels:
             why = "fused_kernels=False"
         elif self.autocast is not None:
             why = f"autocast to {self.autocast}"
-        return {path: why or delta_net.misfit(layer, spec.states, spec.compute_dtype)
-                for path, layer in layers.items()}
+        return {path: why or kind.misfit(layer, spec.states, spec.compute_dtype) for path, layer, kind in layers}
 
     def why_not_kernels(self, device: torch.device) -> str | None:
         """Return why some layer with a state would run by its own module in decode steps on a device, or None."""
         found = self._why_not_kernels(device)
         reasons = [f"{path}: {why}" for path, why in found.items() if why is not None]
         if len(found) < len({state.key[0] for state in self.outline.states}):
-            reasons.append("there are kernels for the gated delta nets of Qwen3-Next and Qwen3.5 alone")
+            reasons.append("there are kernels for delta nets of Qwen3-Next and Qwen3.5 and most of Mamba-2 alone")
         return reasons[0] if reasons else None
 
     def max_length(self, asked: int | None = None) -> int:
@@ -136,6 +141,9 @@ class RecurrentExecutor(DerivedExecutor):
                       self.model_class.__name__, remedy=ONE_AT_A_TIME)
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
-        # Layers expand states by each token of a chunk, and gather those of decode rows that no kernel reads in place.
-        spec, reads = self.kv_spec(), self.why_not_kernels(self.model.device) is None
-        return super().step_bytes(num_tokens, num_rows) + (1 if reads else num_rows) * spec.state_bytes
+        # A prompt makes all states, and decode rows gather those of one layer at a time, if no kernel reads them.
+        spec, by_layer = self.kv_spec(), Counter[int]()
+        for state in spec.states:
+            by_layer[state.key[0]] += state.nbytes
+        gathered = 0 if self.why_not_kernels(spec.device) is None else 2 * num_rows * max(by_layer.values())
+        return super().step_bytes(num_tokens, num_rows) + spec.state_bytes + gathered

@@ -6,7 +6,6 @@ Projections run by their own modules; what lies between them is one launch on th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ from torch import nn
 
 from hf_paged.kernels.recurrent.delta_net import (
     DeltaNetInputs,
-    DeltaNetStates,
     DeltaNetWeights,
     delta_net_unchecked,
     takes_sizes,
 )
 from hf_paged.models.base import StateShape
+from hf_paged.models.recurrent.plain_weights import unlike_layers
 from hf_paged.models.recurrent.view import StateView
 
 
@@ -57,31 +56,25 @@ _LAYERS: Mapping[tuple[str, str], Callable[[Any, torch.Tensor], DeltaNetInputs]]
 }
 
 
-def is_delta_net(module: nn.Module) -> bool:
+def handles(module: nn.Module) -> bool:
     """Return whether a module is of a class that the kernel may stand in for."""
     return (type(module).__module__, type(module).__name__) in _LAYERS
 
 
 def decode(layer: Any, hidden_states: torch.Tensor, cache: StateView, **_: Any) -> torch.Tensor:
-    """Compute a layer of `is_delta_net`, of which `misfit` finds none, on one new token of each row of a
-    cache: [R, 1, H] -> [R, 1, H]."""
+    """Compute a layer that this file `handles`, of which `misfit` finds none, on one new token of each row of a cache:
+    [R, 1, H] -> [R, 1, H]."""
     inputs = _LAYERS[type(layer).__module__, type(layer).__name__](layer, hidden_states)
     weights = DeltaNetWeights(layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.norm.weight,
                               layer.norm.variance_epsilon)
-    slots, lengths, of_layer = cache.lines(layer.layer_idx)
-    states = DeltaNetStates(of_layer["conv", 0], of_layer["recurrent", 0])
-    made = delta_net_unchecked(inputs, weights, states, slots, lengths)
+    lines = cache.lines(layer.layer_idx)
+    made = delta_net_unchecked(inputs, weights, lines.states, lines.slots, lines.lengths)
     output: torch.Tensor = layer.out_proj(made[:, None])
     return output
 
 
-def decoding(layer: Any) -> Callable[..., torch.Tensor]:
-    """Return a forward of a layer by the kernel."""
-    return partial(decode, layer)
-
-
 def misfit(layer: Any, states: tuple[StateShape, ...], dtype: torch.dtype) -> str | None:
-    """Return what the kernel does not take of a layer of `is_delta_net` with these states, or None.
+    """Return what the kernel does not take of a layer that this file `handles`, with these states, or None.
 
     Eligibility has checked the layer's code. ``dtype``: of hidden states.
     """
@@ -90,21 +83,13 @@ def misfit(layer: Any, states: tuple[StateShape, ...], dtype: torch.dtype) -> st
 
 def _unlike(layer: Any, states: Mapping[Any, StateShape], dtype: torch.dtype) -> Iterator[str]:
     conv, norm, taps = layer.conv1d, layer.norm, layer.conv_kernel_size
-    if any(one._forward_hooks or one._forward_pre_hooks or {"forward", "_hf_hook"} & vars(one).keys()
-           for one in (layer, conv, norm)):
-        yield "hooks, or forwards of their own, on modules that the kernel stands in for"
     if type(conv) is not nn.Conv1d or conv.bias is not None or norm.activation != "silu" or layer.activation != "silu":
         yield "another convolution than one without biases, or another activation than silu"
         return
-    weights = {"conv1d": conv.weight, "norm": norm.weight, "A_log": layer.A_log, "dt_bias": layer.dt_bias}
-    for name, weight in weights.items():
-        if type(weight) is not nn.Parameter or not weight.is_contiguous() or (
-                weight.dtype != dtype and name in ("conv1d", "norm")):
-            yield f"in {name} no plain contiguous parameter of {dtype}"
+    yield from unlike_layers((layer, conv, norm), {"conv1d": conv.weight, "norm": norm.weight},
+                             {"A_log": layer.A_log, "dt_bias": layer.dt_bias}, dtype)
     if not takes_sizes(layer.head_k_dim, layer.head_v_dim, taps):
         yield f"heads of {layer.head_k_dim} and {layer.head_v_dim}, or a convolution of {taps}"
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        yield f"hidden states of {dtype}"
     channels, heads = 2 * layer.key_dim + layer.value_dim, layer.num_v_heads
     expected = {(layer.layer_idx, "conv", 0): ((channels, taps), dtype),
                 (layer.layer_idx, "recurrent", 0): ((heads, layer.head_k_dim, layer.head_v_dim), torch.float32)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,14 +18,26 @@ from transformers.cache_utils import Cache
 
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.build.compiling import is_dry
+from hf_paged.kernels.recurrent._convolution import LayerStates
 from hf_paged.models.base import StateKey
 
 HAS_IDIOM = hasattr(Cache, "get_conv_state")  # transformers 5.17 has it not
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # of the argument, by version of transformers and class
 
 
+class Lines(NamedTuple):
+    """States of a layer in all slots, as kernels take them: see `kernels/recurrent`. ``slots`` [R] int32: of the rows.
+    """
+
+    states: LayerStates
+    arrivals: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor | None
+
+
 class StateView(Cache):
-    """The states of the rows of one forward: gathered from slots, and put back by `store`.
+    """The states of the rows of one forward: gathered from slots, and put back by `store`; those of a layer, of rows
+    that have states, already when another layer asks for its own.
 
     Keys and values are handed back as they come: attention finds earlier ones in its pages.
 
@@ -34,24 +46,26 @@ class StateView(Cache):
         slots: [R] int32 or int64, the slot of each row.
         is_new: whether the rows begin, without a state; else all of them have one.
         lengths: [R] int32, of a step of decode rows: 0 for padding.
+        arrivals: counters of kernels, see `mamba2`; None if no kernel changes states.
     """
 
     def __init__(self, tensors: Mapping[StateKey, torch.Tensor], slots: torch.Tensor, *, is_new: bool,
-                 lengths: torch.Tensor | None = None) -> None:
+                 lengths: torch.Tensor | None = None, arrivals: torch.Tensor | None = None) -> None:
         super().__init__(layers=[])
         self.held: dict[StateKey, torch.Tensor] = {}  # what this forward read or made, each [R, ...]
         self._tensors, self._given, self._slots, self._is_new = tensors, slots, slots.long(), is_new
-        self._lengths = lengths
+        self._lengths, self._arrivals, self._layer = lengths, arrivals, -1
 
     @property
     def num_rows(self) -> int:
         return len(self._slots)
 
-    def lines(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor | None, dict[tuple[str, int], torch.Tensor]]:
-        """Return the slots and lengths of the rows, and the states of a layer in all slots, for a kernel that changes
-        them in place; no other code of this forward reads or hands in states of the layer."""
-        states = {key[1:]: tensor for key, tensor in self._tensors.items() if key[0] == layer_idx}
-        return self._given, self._lengths, states
+    def lines(self, layer_idx: int) -> Lines:
+        """Return the states of a layer for a kernel that changes them in place; no other code of this forward reads or
+        hands in states of the layer."""
+        assert self._arrivals is not None
+        states = LayerStates(self._tensors[layer_idx, "conv", 0], self._tensors[layer_idx, "recurrent", 0])
+        return Lines(states, self._arrivals, self._given, self._lengths)
 
     def store(self) -> None:
         """Put the states into their slots; raises UnsupportedModelError if there are others than slots have.
@@ -68,6 +82,7 @@ class StateView(Cache):
                                             f"{[*tensor.shape[1:]]}. Report the model's class.")
             if not is_dry():
                 tensor.index_copy_(0, self._slots, state.to(tensor.dtype))
+        self.held = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self._read((layer_idx, "conv", state_idx))
@@ -103,6 +118,9 @@ class StateView(Cache):
         if key not in self.held:
             if self._is_new or key not in self._tensors:
                 return None
+            if key[0] != self._layer:
+                self.store()  # states of all layers at once would take as much memory as the slots of the rows
+                self._layer = key[0]
             self.held[key] = self._tensors[key].index_select(0, self._slots)
         return self.held[key]
 

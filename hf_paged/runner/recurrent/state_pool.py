@@ -8,6 +8,7 @@ from weakref import WeakSet
 import torch
 
 from hf_paged.config import PagedConfig
+from hf_paged.kernels.recurrent.mamba2 import MAX_GROUPS
 from hf_paged.models import KVSpec
 from hf_paged.models.base import StateKey
 from hf_paged.models.recurrent.view import StateView
@@ -31,11 +32,12 @@ class StatePool:
         self.spec, self.num_slots, self.version = spec, num_slots, 0
         self._tensors: dict[StateKey, torch.Tensor] = {
             state.key: _lines(num_slots, state.shape, state.dtype, spec.device) for state in spec.states}
+        self._arrivals = torch.zeros(num_slots + 1, MAX_GROUPS, dtype=torch.int32, device=spec.device)
         self._saved: WeakSet[SavedStates] = WeakSet()
 
     def view(self, slots: torch.Tensor, *, is_new: bool, lengths: torch.Tensor | None = None) -> StateView:
         """Return the states of the rows in these slots [R] for one forward; arguments as for `StateView`."""
-        return StateView(self._tensors, slots, is_new=is_new, lengths=lengths)
+        return StateView(self._tensors, slots, is_new=is_new, lengths=lengths, arrivals=self._arrivals)
 
     def grow(self, num_slots: int) -> None:
         """Raise the number of slots; never lowers it.
@@ -48,6 +50,7 @@ class StatePool:
             for key, tensor in self._tensors.items():
                 self._tensors[key] = grown = _lines(num_slots, tensor.shape[1:], tensor.dtype, tensor.device)
                 grown[: self.num_slots] = tensor[: self.num_slots]
+            self._arrivals = self._arrivals.new_zeros(num_slots + 1, MAX_GROUPS)
             self.num_slots = num_slots
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:

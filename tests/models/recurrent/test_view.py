@@ -50,6 +50,23 @@ def test_a_state_that_a_layer_changes_in_place_is_stored(tensors):
     assert torch.equal(tensors[CONV][[0, 2]], before[CONV][[0, 2]]) and torch.equal(tensors[STATE], before[STATE])
 
 
+def test_a_layer_that_asks_puts_back_what_another_changed():
+    """So that the states of one layer are held at a time; those of new rows are put back together."""
+    tensors = {(layer, "conv", 0): rand(3, 2, 2) for layer in (0, 4)}
+    before = {key: tensor.clone() for key, tensor in tensors.items()}
+    view = StateView(tensors, torch.tensor([2, 0]), is_new=False)
+    for layer in (0, 4):
+        view.get_conv_state(layer).add_(1.0)
+        assert list(view.held) == [(layer, "conv", 0)]
+    assert torch.equal(tensors[0, "conv", 0][[2, 0]], before[0, "conv", 0][[2, 0]] + 1.0)
+    assert torch.equal(tensors[4, "conv", 0], before[4, "conv", 0])
+    view.get_conv_state(0).add_(1.0)
+    view.store()
+    for layer, added in ((0, 2.0), (4, 1.0)):
+        torch.testing.assert_close(tensors[layer, "conv", 0][[2, 0]], before[layer, "conv", 0][[2, 0]] + added)
+        assert torch.equal(tensors[layer, "conv", 0][1], before[layer, "conv", 0][1])
+
+
 def test_a_state_keeps_the_dtype_of_its_slots(tensors):
     view = StateView(tensors, torch.tensor([0]), is_new=True)
     view.update_conv_state(rand(1, 6, 3), 0)

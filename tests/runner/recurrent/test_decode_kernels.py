@@ -1,5 +1,5 @@
-"""Decode steps of gated delta nets by the kernel: stock's tokens, without a copy of states, and why a layer's own
-module runs. Without a GPU the kernel's reference runs."""
+"""Decode steps of gated delta nets and Mamba-2 by kernels: stock's tokens, without a copy of states, and why a layer's
+own module runs. Without a GPU the kernels' references run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 import hf_paged
 from hf_paged.kernels.build.compiling import is_dry
-from hf_paged.kernels.recurrent.delta_net import DeltaNetStates
+from hf_paged.kernels.recurrent._convolution import LayerStates
 from hf_paged.models import find_executor
 from hf_paged.models.derivation import recurrent_executor
-from hf_paged.models.recurrent import delta_net
+from hf_paged.models.recurrent import delta_net, mamba2
 from hf_paged.models.recurrent.view import StateView
 
 pytestmark = with_idiom
@@ -26,32 +26,43 @@ OPTIONS = {"max_num_batched_tokens": 32, "max_num_seqs": 5}
 @pytest.fixture
 def rows(monkeypatch):
     """Rows of each call of the operation; the layers' states must not be gathered in these steps."""
-    seen, own, read = [], delta_net.delta_net_unchecked, StateView._read
+    seen, read = [], StateView._read
+    of_delta_net, of_mamba2 = delta_net.delta_net_unchecked, mamba2.mamba2_unchecked
 
-    def counted(inputs, weights, states, *args):
+    def changeable(states):
+        """Other ones in dry runs, which launch no kernel."""
+        return LayerStates(*(state.clone() for state in states)) if is_dry() else states
+
+    def count_delta_net(inputs, weights, states, *args):
         seen.append(len(inputs.query))
-        if is_dry():  # which launches no kernel
-            states = DeltaNetStates(*(state.clone() for state in states))
-        return own(inputs, weights, states, *args)
+        return of_delta_net(inputs, weights, changeable(states), *args)
+
+    def count_mamba2(mixed, dt, weights, states, *args):
+        seen.append(len(mixed))
+        return of_mamba2(mixed, dt, weights, changeable(states), *args)
 
     def checked(self, key):
         assert self._is_new or self._lengths is None, "a decode step gathers states"
         return read(self, key)
 
     monkeypatch.setattr(recurrent_executor, "why_not_on", lambda device: None)
-    monkeypatch.setattr(delta_net, "delta_net_unchecked", counted)
+    monkeypatch.setattr(delta_net, "delta_net_unchecked", count_delta_net)
+    monkeypatch.setattr(mamba2, "mamba2_unchecked", count_mamba2)
     monkeypatch.setattr(StateView, "_read", checked)
     uncaptured(monkeypatch)  # which plans decode rows as on a GPU
     return seen
 
 
-@pytest.mark.parametrize("name", ["Qwen3Next", "Qwen3_5", pytest.param("Qwen3_5Moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["Qwen3Next", "Qwen3_5", "Mamba2", "NemotronH", "Bamba", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3_5Moe", "GraniteMoeHybrid"))])
 def test_tokens_are_stocks(name, rows):
     model = hf_paged.enable(outlined(recurrent_model(name)), strict=True, **OPTIONS)
     assert_native_parity(model, **batch([30, 17, 40]), max_new_tokens=9)
-    assert rows.count(4) >= 2 * 7  # three rows in a graph of four, in two layers
-    layer = model.model.layers[0].linear_attn
-    assert "forward" not in vars(layer) and type(model.model.layers) is nn.ModuleList
+    assert rows.count(4) >= 7  # three rows in a graph of four
+    executor = hf_paged.get_engine(model)._executor
+    assert executor.why_not_kernels(CPU) is None
+    layers = [executor.decoder.get_submodule(path) for path in executor._why_not_kernels(CPU)]
+    assert layers and not any("forward" in vars(layer) for layer in layers)
 
 
 def test_a_layer_that_changes_runs_by_its_own_module_from_then_on(rows):
@@ -77,20 +88,33 @@ def test_a_layer_that_changes_runs_by_its_own_module_from_then_on(rows):
     (lambda layer: setattr(layer.norm, "activation", "gelu"), "silu"),
     (lambda layer: setattr(layer.conv1d, "bias", nn.Parameter(torch.zeros(192))), "biases"),
     (lambda layer: setattr(layer.norm, "weight", nn.Parameter(layer.norm.weight.half())), "in norm no plain"),
-    (lambda layer: setattr(layer, "A_log", nn.Parameter(torch.zeros(8))[::2]), "in A_log no plain"),
+    (lambda layer: layer._parameters.update(A_log=torch.zeros(8)[::2]), "in A_log no plain"),
     (lambda layer: layer.register_forward_pre_hook(lambda *args: None), "hooks"),
     (lambda layer: setattr(layer, "forward", lambda *args: None), "hooks"),
     (lambda layer: setattr(layer, "head_v_dim", 24), "heads of"),
     (lambda layer: setattr(layer, "layer_idx", 1), "other states"),
 ], ids=["activation", "norm", "bias", "dtype", "parameter", "hook", "forward", "size", "states"])
-def test_why_a_layers_own_module_runs(change, message):
+def test_why_a_delta_nets_own_module_runs(change, message):
     model = outlined(recurrent_model("Qwen3_5"))
-    executor, layer = find_executor(model)(model), model.model.layers[0].linear_attn
-    assert delta_net.misfit(layer, executor.outline.states, torch.float32) is None
-    if message == "in A_log no plain":
-        del layer.A_log
+    states, layer = find_executor(model)(model).outline.states, model.model.layers[0].linear_attn
+    assert delta_net.misfit(layer, states, torch.float32) is None
     change(layer)
-    assert message in delta_net.misfit(layer, executor.outline.states, torch.float32)
+    assert message in delta_net.misfit(layer, states, torch.float32)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda layer: setattr(layer, "activation", "gelu"), "silu"),
+    (lambda layer: setattr(layer, "D", nn.Parameter(layer.D.half())), "in D no plain"),
+    (lambda layer: layer.conv1d.register_forward_hook(lambda *args: None), "hooks"),
+    (lambda layer: setattr(layer, "head_dim", 24), "heads of 24"),
+    (lambda layer: setattr(layer, "layer_idx", 1), "other states"),
+], ids=["activation", "dtype", "hook", "size", "states"])
+def test_why_a_mamba2_layers_own_module_runs(change, message):
+    model = outlined(recurrent_model("NemotronH"))
+    states, layer = find_executor(model)(model).outline.states, model.model.layers[0].mixer
+    assert mamba2.misfit(layer, states, torch.float32) is None
+    change(layer)
+    assert message in mamba2.misfit(layer, states, torch.float32)
 
 
 def test_where_there_are_no_kernels(monkeypatch):
@@ -99,7 +123,7 @@ def test_where_there_are_no_kernels(monkeypatch):
     assert "NVIDIA GPU" in executor.why_not_kernels(CPU)
     assert "fused_kernels=False" in find_executor(model)(model, fused_kernels=False).why_not_kernels(CPU)
     other = outlined(recurrent_model("Lfm2"))
-    assert "gated delta nets of" in find_executor(other)(other).why_not_kernels(CPU)
+    assert "delta nets of" in find_executor(other)(other).why_not_kernels(CPU)
     executor.autocast = torch.bfloat16
     monkeypatch.setattr(recurrent_executor, "why_not_on", lambda device: None)
     assert "autocast" in executor.why_not_kernels(CPU)

@@ -1,0 +1,153 @@
+"""On a GPU: the kernels of gated delta nets and Mamba-2 beside their references, at sizes of models, and engines that
+run decode steps by them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recurrent_models import outlined, recurrent_model, with_idiom
+from support import assert_native_parity, batch, stock_generate
+
+import hf_paged
+from hf_paged.kernels.recurrent._convolution import LayerStates
+from hf_paged.kernels.recurrent.delta_net import (
+    DeltaNetInputs,
+    DeltaNetWeights,
+    delta_net,
+    delta_net_reference,
+    delta_net_triton,
+)
+from hf_paged.kernels.recurrent.mamba2 import MAX_GROUPS, Mamba2Weights, mamba2_reference, mamba2_triton
+from hf_paged.models.recurrent import delta_net as delta_net_layers
+from hf_paged.models.recurrent import mamba2 as mamba2_layers
+
+pytestmark = pytest.mark.gpu
+SIZES = [(16, 1, 128, 128), (16, 2, 128, 128), (2, 2, 16, 32), (3, 3, 64, 32)]  # heads of keys, of values each, K, V
+
+
+def make_delta_net(rows, heads, group, key_dim, value_dim, dtype, taps=4):
+    g = torch.Generator("cuda").manual_seed(rows)
+
+    def rand(*shape, scale=1.0, dtype=dtype):
+        return (torch.randn(shape, generator=g, device="cuda") * scale).to(dtype)
+
+    sizes = [key_dim, key_dim, group * value_dim, group * value_dim, group, group]
+    query, key, value, gate, alpha, beta = rand(rows, heads, sum(sizes)).split(sizes, 2)
+    value, gate = value.unflatten(2, (group, value_dim)), gate.unflatten(2, (group, value_dim))
+    channels, num_heads = heads * (2 * key_dim + group * value_dim), heads * group
+    weights = DeltaNetWeights(rand(channels, 1, taps, scale=0.5), rand(num_heads, scale=0.5), rand(num_heads),
+                              1 + rand(value_dim, scale=0.2), 1e-6)
+    states = LayerStates(rand(rows + 3, channels, taps),
+                            rand(rows + 3, num_heads, key_dim, value_dim, scale=0.3, dtype=torch.float32))
+    slots = torch.randperm(rows + 3, generator=g, device="cuda")[:rows].int()
+    return DeltaNetInputs(query, key, value, gate, alpha, beta), weights, states, slots
+
+
+def make_mamba2(rows, heads, groups, dim, size, dtype, taps=4):
+    g = torch.Generator("cuda").manual_seed(rows)
+
+    def rand(*shape, scale=1.0, dtype=dtype):
+        return (torch.randn(shape, generator=g, device="cuda") * scale).to(dtype)
+
+    channels = heads * dim + 2 * groups * size
+    _, mixed, dt = rand(rows, 8 + channels + heads).split([8, channels, heads], 1)
+    weights = Mamba2Weights(rand(channels, 1, taps, scale=0.5), rand(channels), rand(heads, scale=0.5), rand(heads),
+                            rand(heads))
+    states = LayerStates(rand(rows + 3, channels, taps), rand(rows + 3, heads, dim, size, scale=0.3,
+                                                              dtype=torch.float32))
+    arrivals = torch.zeros(rows + 3, MAX_GROUPS, dtype=torch.int32, device="cuda")
+    slots = torch.randperm(rows + 3, generator=g, device="cuda")[:rows].int()
+    return mixed, dt, weights, states, arrivals, slots
+
+
+def copied(states):
+    return LayerStates(*(state.clone() for state in states))
+
+
+@pytest.mark.parametrize("block", [None, (16, 2), (64, 8)])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_kernel_of_delta_nets_is_the_reference(size, dtype, rows, block):
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    inputs, weights, states, slots = make_delta_net(rows, *size, dtype)
+    lengths = torch.full_like(slots, 7)
+    if rows > 1:  # of which one has the slot of a row
+        lengths[-1], slots[-1] = 0, slots[0]
+    expected, found = copied(states), copied(states)
+    known = delta_net_reference(inputs, weights, expected, slots, lengths)
+    options = {} if block is None else {"block": block[0], "num_warps": block[1], "max_registers": None}
+    made = delta_net_triton(inputs, weights, found, slots, lengths, **options)
+    bound = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(made, known, rtol=bound, atol=bound)
+    assert torch.equal(found.conv, expected.conv)
+    torch.testing.assert_close(found.recurrent, expected.recurrent, rtol=bound, atol=bound)
+    untouched = torch.ones(rows + 3, dtype=torch.bool, device="cuda")
+    untouched[slots.long()] = False
+    assert torch.equal(found.recurrent[untouched], states.recurrent[untouched])
+    assert rows == 1 or not made[-1].any()
+
+
+@pytest.mark.parametrize("block", [None, 16])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [(128, 8, 64, 128), (128, 1, 64, 128), (24, 1, 64, 256), (8, 2, 16, 16)])
+def test_the_kernel_of_mamba2_is_the_reference(size, dtype, rows, block):
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    mixed, dt, weights, states, arrivals, slots = make_mamba2(rows, *size, dtype)
+    lengths = torch.full_like(slots, 7)
+    if rows > 1:
+        lengths[-1], slots[-1] = 0, slots[0]
+    expected, found = copied(states), copied(states)
+    known = mamba2_reference(mixed, dt, weights, expected, arrivals, slots, lengths)
+    made = mamba2_triton(mixed, dt, weights, found, arrivals, slots, lengths, block=block)
+    # Sums of N products, in which the last bit of one state may turn with the sum of its convolution.
+    bound = 1e-4 if dtype == torch.float32 else 16 * torch.finfo(dtype).eps
+    torch.testing.assert_close(made, known, rtol=bound, atol=bound * 8)
+    assert torch.equal(found.conv, expected.conv) and not arrivals.any()
+    torch.testing.assert_close(found.recurrent, expected.recurrent, rtol=bound, atol=bound)
+    assert rows == 1 or not made[-1].any()
+
+
+def test_many_tokens_one_after_another():
+    """Errors do not add up, and nothing of one launch is in the way of the next."""
+    inputs, weights, states, slots = make_delta_net(40, 16, 2, 128, 128, torch.bfloat16)
+    expected, found = copied(states), copied(states)
+    g = torch.Generator("cuda").manual_seed(1)
+    for _ in range(50):
+        for tensor in inputs:
+            tensor.copy_(torch.randn(tensor.shape, generator=g, device="cuda"))
+        made, known = (op(inputs, weights, of, slots) for op, of in ((delta_net, found),
+                                                                     (delta_net_reference, expected)))
+    bound = 16 * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(made, known, rtol=bound, atol=bound)
+    torch.testing.assert_close(found.recurrent, expected.recurrent, rtol=bound, atol=bound)
+
+
+@with_idiom
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3Next", "Qwen3_5Moe", "Mamba2", "NemotronH", "Bamba"])
+def test_engines_decode_by_them(name, enforce_eager, monkeypatch):
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    seen = []
+
+    def watch(module, op):
+        own = getattr(module, op)
+        monkeypatch.setattr(module, op, lambda *args: (seen.append(op), own(*args))[1])
+
+    watch(delta_net_layers, "delta_net_unchecked")
+    watch(mamba2_layers, "mamba2_unchecked")
+    settings = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 256}
+    if name.startswith("Qwen"):
+        settings |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    elif name == "Bamba":
+        settings = {"head_dim": 64, "hidden_size": 256, "mamba_n_heads": 32}
+    elif name == "Mamba2":
+        settings = {}
+    model = outlined(recurrent_model(name, **settings).to("cuda"))
+    model = hf_paged.enable(model, strict=True, enforce_eager=enforce_eager)
+    inputs = {key: tensor.cuda() for key, tensor in batch([30, 17, 70, 1]).items()}
+    expected = stock_generate(model, **inputs, max_new_tokens=24)
+    for _ in range(2):
+        assert_native_parity(model, expected, **inputs, max_new_tokens=24)
+    assert seen and hf_paged.get_engine(model)._executor.why_not_kernels(model.device) is None
