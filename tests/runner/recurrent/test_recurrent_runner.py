@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from derived_models import assert_scored_as_stock
@@ -19,9 +21,10 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import PagedConfig, PagedGenerator
-from hf_paged.models import KVSpec
+from hf_paged.models import KVSpec, find_executor
 from hf_paged.models.base import StateShape
 from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
+from hf_paged.runner import memory
 from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner
 from hf_paged.runner.recurrent.saved_states import most_snapshots
 from hf_paged.runner.recurrent.state_pool import config_for_states
@@ -175,6 +178,30 @@ def test_states_snapshots_and_pages_share_a_budget():
     assert (config.max_num_seqs, config.enable_prefix_caching, config.speculation) == (7, True, False)
     assert config_for_states(PagedConfig(max_num_seqs=64), spec, 1).max_num_seqs == 1
     assert (most_snapshots(spec, 16, 80_000), most_snapshots(spec, 16, 1)) == (4, 1)
+
+
+def test_states_and_snapshots_leave_the_rest_of_a_gpu_to_pages(monkeypatch):
+    """Those that a runner holds already count as used once."""
+    total, step = 2 << 30, 50 << 20
+    for name, value in {"mem_get_info": (total, total), "memory_reserved": 0, "memory_allocated": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    model = outlined(recurrent_model("Qwen3_5"))
+    executor = find_executor(model)(model)
+    monkeypatch.setattr(executor, "step_bytes", lambda *sizes: step)
+    spec, asked = executor.kv_spec()._replace(device=torch.device("cuda")), PagedConfig(gpu_memory_utilization=0.5)
+    monkeypatch.setattr(executor, "kv_spec", lambda: spec)
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    budget, config = total // 2 - weights, memory.config_for(asked, executor)
+    assert config.max_num_seqs == asked.max_num_seqs <= memory.most_rows(executor, config) == (
+        int(budget * 0.375) // spec.state_bytes)
+    states = (config.max_num_seqs + 1) * spec.state_bytes + int(budget * 0.125)
+    tables, block = memory.table_bytes(config, 20_000), spec.block_bytes(16)
+    for held in (0, states // 2):
+        blocks = memory.shared_num_blocks(executor, spec, config, 20_000, held_blocks=0, held_states=held)
+        left = total // 2 - states - 3 * step - tables + held
+        assert left - (1 << 20) < blocks * block <= left
+    few = memory.config_for(replace(asked, gpu_memory_utilization=0.001), executor)
+    assert 1 <= few.max_num_seqs < 64
 
 
 def test_the_bytes_of_states_are_counted(model):
