@@ -23,7 +23,6 @@ from hf_paged.kernels.recurrent._convolution import (
 
 MAX_GROUPS = 16  # for which there are counters in a slot
 MAX_DIM, MAX_STATE = 128, 256
-_TILE = 4096  # elements of a state in registers
 
 
 class Mamba2Weights(NamedTuple):
@@ -186,14 +185,13 @@ def _mamba2_kernel(
 
 def mamba2_triton(mixed: torch.Tensor, dt: torch.Tensor, weights: Mamba2Weights, states: LayerStates,
                   arrivals: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor | None = None, *,
-                  block: int | None = None, num_warps: int = 4) -> torch.Tensor:
+                  block: int = 16, num_warps: int = 4) -> torch.Tensor:
     """:func:`mamba2` as one Triton launch; ``block``: channels of a head in a program."""
     require_triton()
     num_rows, (heads, dim, size) = len(mixed), states.recurrent.shape[1:]
     out = mixed.new_empty(num_rows, heads * dim)
     if not num_rows:
         return out
-    block = block or max(16, min(dim, _TILE // size))
     with on_device_of(out):
         _mamba2_kernel[(heads * dim // block, num_rows)](
             mixed, dt, *weights, *states, arrivals, slots, slots if lengths is None else lengths, out, mixed.stride(0),
