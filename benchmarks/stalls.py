@@ -2,6 +2,7 @@
 
     python benchmarks/stalls.py --model 0.6B --out stalls.json            # an empty and a filled Triton cache
     python benchmarks/stalls.py --model 0.6B --warmup full                # ready means ready
+    python benchmarks/stalls.py --model 0.6B --adapter bf16 --autocast    # a trainer's model with LoRA
     python benchmarks/stalls.py --model tiny --device cpu --scale 0.05    # shows that it runs
 
 Each case is a process of its own that makes a `PagedGenerator` and runs one workload after the other, twice each: what
@@ -25,13 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_engines import Ours
+from bench_engines import Ours, OursUnderAutocast
+from lora_speed import adapted
 from workloads import make_workload
 
 from hf_paged.engine.observer import Launched
 
 WORKLOADS = ("single", "nano", "short", "prompts-7k", "no-prefix", "warm-prefix", "nano")
 LATE_MS, ROWS = 50.0, 256
+ADAPTERS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Stalls:
@@ -55,8 +58,12 @@ class Stalls:
         self.steps.append(((step.launched - step.began) * 1e3, dict(causes)))
 
 
-def measure(model: str, device: str, scale: float, names: list[str], warmup: bool | str) -> dict[str, Any]:
-    engine = Ours(model, device)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    device, names = options.device, options.workloads
+    warmup = True if options.warmup == "true" else options.warmup
+    engine = (OursUnderAutocast if options.autocast else Ours)(options.model, device)
+    if options.adapter:
+        engine.model = adapted(engine.model, ADAPTERS[options.adapter], count=1)
     stalls = Stalls(engine)
     if device == "cuda":
         import triton
@@ -64,8 +71,9 @@ def measure(model: str, device: str, scale: float, names: list[str], warmup: boo
         triton.knobs.compilation.listener = stalls.compiled
     rows, ready = [], None
     for at, name in enumerate(names):
-        workload = make_workload(name, scale)
-        opened = engine.open(workload, {"max_num_seqs": ROWS, "warmup": warmup})
+        workload = make_workload(name, options.scale)
+        with engine.around():
+            opened = engine.open(workload, {"max_num_seqs": ROWS, "warmup": warmup})
         if opened is not None:
             ready = opened if ready is None else ready
             engine.generator.engine.watch(stalls)
@@ -74,7 +82,8 @@ def measure(model: str, device: str, scale: float, names: list[str], warmup: boo
             engine.prepare(workload)
             stalls.steps.clear()
             began = time.perf_counter()
-            made = sum(engine.run(workload))
+            with engine.around():
+                made = sum(engine.run(workload))
             seconds.append(time.perf_counter() - began)
             steps.append(list(stalls.steps))
         slowest, causes = max(steps[0], key=lambda step: step[0])
@@ -88,7 +97,7 @@ def measure(model: str, device: str, scale: float, names: list[str], warmup: boo
         })
         print(json.dumps(rows[-1]), flush=True)
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return {"model": model, "device": name, "ready_s": ready, "rows": rows}
+    return {"model": options.model, "device": name, "ready_s": ready, "rows": rows}
 
 
 def main() -> None:
@@ -99,19 +108,19 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--warmup", choices=("true", "full"), default="true")
     parser.add_argument("--caches", nargs="*", choices=("cold", "warm"), default=["cold", "warm"])
+    parser.add_argument("--adapter", choices=tuple(ADAPTERS), help="one rank-16 adapter of all linear layers")
+    parser.add_argument("--autocast", action="store_true", help="float32 weights under autocast to bfloat16")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
-        warmup = True if options.warmup == "true" else options.warmup
-        print(json.dumps(measure(options.model, options.device, options.scale, options.workloads, warmup)))
+        print(json.dumps(measure(options)))
         return
     found = {}
     with tempfile.TemporaryDirectory() as cache:
         for case in ("cold", "warm"):
             if case == "cold" or case in options.caches:
-                command = [sys.executable, __file__, "--here", "--model", options.model, "--device", options.device,
-                           "--scale", str(options.scale), "--warmup", options.warmup, "--workloads", *options.workloads]
+                command = [sys.executable, __file__, "--here", *sys.argv[1:]]
                 done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, text=True, check=True,
                                       stdout=subprocess.PIPE)
                 found[case] = json.loads(done.stdout.splitlines()[-1])
