@@ -8,8 +8,8 @@
 Each case is a process of its own that makes a `PagedGenerator` and runs one workload after the other, twice each: what
 an earlier workload has compiled or captured is there, as in a service. A step's delay is the host's time from the
 engine's first look at the step to its last launch; its cause is what was compiled, loaded, captured or dropped during
-it, or that it ran without a graph. Ready: seconds from the call of the constructor to the end of one request of one
-token.
+it, or that it ran without a graph. Late steps: of both runs' delays, longest first, those of the first run that are
+50 ms above the second's. Ready: seconds from the call of the constructor to the end of one request of one token.
 """
 
 from __future__ import annotations
@@ -45,17 +45,26 @@ class Stalls:
         self._seen = Counter[str]()
         self.steps: list[tuple[float, dict[str, int]]] = []  # milliseconds, causes
 
+    def begin(self) -> None:
+        """What was done until now, no step waits for."""
+        self._engine.generator.engine.watch(self)
+        self._look()
+        self._seen = Counter(self.counts)
+
     def compiled(self, *, cache_hit: bool, **_: Any) -> None:
         """Triton's listener."""
         self.counts["loaded" if cache_hit else "compiled"] += 1
 
     def launched(self, step: Launched) -> None:
+        self._look()
+        causes, self._seen = self.counts - self._seen, Counter(self.counts)
+        self.steps.append(((step.launched - step.began) * 1e3, dict(causes)))
+
+    def _look(self) -> None:
         graphs = self._engine.generator.engine._core.pool.runner.graphs
         if graphs is not None:
             self.counts["captured"], self.counts["dropped"] = graphs.num_captured, graphs.num_dropped
             self.counts["uncaptured"] = graphs._runs.total()
-        causes, self._seen = self.counts - self._seen, Counter(self.counts)
-        self.steps.append(((step.launched - step.began) * 1e3, dict(causes)))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -76,7 +85,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             opened = engine.open(workload, {"max_num_seqs": ROWS, "warmup": warmup})
         if opened is not None:
             ready = opened if ready is None else ready
-            engine.generator.engine.watch(stalls)
+            stalls.begin()
         seconds, steps = [], []
         for _ in range(2):
             engine.prepare(workload)
@@ -87,12 +96,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
             steps.append(list(stalls.steps))
         slowest, causes = max(steps[0], key=lambda step: step[0])
-        usual = sorted(delay for delay, _ in steps[1])[len(steps[1]) // 2]
+        delays = zip(*(sorted((delay for delay, _ in run), reverse=True) for run in steps), strict=False)
         every = sum((Counter(causes) for _, causes in steps[0]), Counter[str]())
         rows.append({
             "workload": name, "again": name in names[:at], "tokens": made, "first_s": seconds[0],
             "second_s": seconds[1], "first_over_second": seconds[1] / seconds[0], "slowest_step_ms": slowest,
-            "slowest_step": causes, "late_steps": sum(delay > usual + LATE_MS for delay, _ in steps[0]),
+            "slowest_step": causes, "late_steps": sum(first > second + LATE_MS for first, second in delays),
             "first": dict(every),
         })
         print(json.dumps(rows[-1]), flush=True)
