@@ -16,6 +16,7 @@ import torch
 from hf_paged.attention.plan_decode import GroupedPlan
 from hf_paged.attention.plan_prompts import padded
 from hf_paged.device.cuda import upload
+from hf_paged.kernels.attention.decode import padded_rows
 from hf_paged.kernels.attention.types import (
     DecodeWork,
     GroupedWork,
@@ -62,15 +63,8 @@ class Drawn(NamedTuple):
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Return padded batch sizes: 1, 2, 4, 8, then steps of 8, and from 64 on of a quarter to an eighth of the size.
-
-    They are few, since each is a graph that some first run captures.
-    """
-    sizes, size = [1, 2, 4], 8
-    while size < max_num_seqs:
-        sizes.append(size)
-        size += max(8, 1 << size.bit_length() - 3)
-    return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
+    """Return the sizes of `padded_rows`, and the largest: few, since each is a graph that some first run captures."""
+    return [size for size in range(1, max_num_seqs) if padded_rows(size) == size] + [max_num_seqs]
 
 
 def mixed_sizes(most_rows: int) -> list[int]:
