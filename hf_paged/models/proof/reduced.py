@@ -18,7 +18,7 @@ FEWEST_POSITIONS = 160
 # The size that a clone has, by the field's name. A size that is not named here makes the clone larger, not wrong.
 _SIZES = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "dim"), 64),
+    **dict.fromkeys(("hidden_size", "out_hidden_size", "n_embd", "d_model", "embed_dim", "dim"), 64),
     **dict.fromkeys(("embedding_size", "word_embed_proj_dim"), 32),
     **dict.fromkeys((
         "intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim",
