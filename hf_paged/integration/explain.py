@@ -194,9 +194,9 @@ def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "
     layers, quantized, experts, proof, attention, other, memory = "stock", None, None, None, None, None, None
     if make is not None and unsupported_class(model) is None:
         executor = make(model, **executor_options(config))
-        layers = "fused" if isinstance(executor, FusedExecutor) else "generic"
+        layers, experts = "fused" if isinstance(executor, FusedExecutor) else "generic", executor.why_not_experts(place)
         if isinstance(executor, FusedExecutor):
-            quantized, experts = executor.describe_4bit(place), executor.why_not_experts(place)
+            quantized = executor.describe_4bit(place)
         if isinstance(executor, DerivedExecutor):
             proof = (f"stock's numbers in sequences of up to {executor.max_length():,} tokens and steps of up to "
                      f"{executor.max_step_tokens:,}")
