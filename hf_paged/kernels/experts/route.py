@@ -32,6 +32,7 @@ _FEW_CHOICES = (1, 4)  # numbers of rows for which a kernel of their own chooses
 _FEW_ROWS = 64  # up to which a program chooses experts for 16 rows, beyond for 32
 _SPREAD_ROWS = 256  # beyond which the pairs are ordered by a launch of their own
 _MOST_CHOICES = 8192  # of rows and experts that a program holds
+_TILE = 1024  # pairs that are placed at a time
 
 SOFTMAX, TOPK_SOFTMAX, SIGMOID = "softmax", "topk_softmax", "sigmoid"
 
@@ -234,16 +235,16 @@ def _in_best_groups(choice, expert, E: tl.constexpr, GROUPS: tl.constexpr, TOPK_
 
 @jit()
 def _choose_rows(
-    partials, bias, correction, lengths, scores, experts, ranks, counts, order, groups, row, num_rows, scaling, epsilon,
-    dtype: tl.constexpr, KIND: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr,
-    EXACT_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, SPLITS: tl.constexpr, ORDERED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    partials, bias, correction, lengths, scores, experts, ranks, counts, order, groups, row, num_rows, num_groups,
+    scaling, epsilon, dtype: tl.constexpr, KIND: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr,
+    NORM: tl.constexpr, EXACT_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    ORDER: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Write scores and experts of rows [ROWS], whose logits lie in parts [SPLITS, num_rows, E].
 
-    ORDERED: also the rank of each pair among these rows' pairs with its expert, and how many of them each expert has.
-    Else `Routes.order` and `Routes.groups`, in which each pair is a group.
+    Also `Routes.order` and `Routes.groups` if these rows are all: ORDER "pairs": each pair is a group; "rows": by
+    expert. Else the rank of each pair among these rows' pairs with its expert, and how many of them each expert has.
     """
     expert = tl.arange(0, E_PAD)
     is_expert = (expert < E)[None, :]
@@ -294,15 +295,35 @@ def _choose_rows(
     number = tl.where(is_real[:, None], expert[None, :], -1)
     tl.store(scores + pair, values.to(scores.dtype.element_ty), mask=written)
     tl.store(experts + pair, number, mask=written)
-    if ORDERED:
-        counted = (is_chosen & is_real[:, None]).to(tl.int32)
-        tl.store(ranks + pair, tl.cumsum(counted, 0) - counted, mask=written)
-        tl.store(counts + expert, tl.sum(counted, 0))
-    else:
+    if ORDER == "pairs":
         tl.store(order + pair, pair, mask=written)
         tl.store(groups + pair * 3, number, mask=written)
         tl.store(groups + pair * 3 + 1, pair, mask=written)
         tl.store(groups + pair * 3 + 2, 1, mask=written)
+    else:
+        counted = (is_chosen & is_real[:, None]).to(tl.int32)
+        rank, total = tl.cumsum(counted, 0) - counted, tl.sum(counted, 0)
+        if ORDER == "rows":
+            begin = _write_groups(groups, total, num_groups, E_PAD)
+            tl.store(order + begin[None, :] + rank, pair, mask=counted > 0)
+        else:
+            tl.store(ranks + pair, rank, mask=written)
+            tl.store(counts + expert, total)
+
+
+@jit()
+def _write_groups(groups, total, num_groups, E_PAD: tl.constexpr):
+    """Write `Routes.groups` of the numbers of rows of each expert [E_PAD]; returns each expert's first index."""
+    expert = tl.arange(0, E_PAD)
+    begin = tl.cumsum(total, 0) - total
+    is_hit = (total > 0).to(tl.int32)
+    nth = tl.cumsum(is_hit, 0) - is_hit
+    tl.store(groups + nth * 3, expert, mask=is_hit > 0)
+    tl.store(groups + nth * 3 + 1, begin, mask=is_hit > 0)
+    tl.store(groups + nth * 3 + 2, total, mask=is_hit > 0)
+    num_hit = tl.sum(is_hit, 0)
+    tl.store(groups + expert * 3, tl.full([E_PAD], -1, tl.int32), mask=(expert >= num_hit) & (expert < num_groups))
+    return begin
 
 
 @jit()
@@ -314,14 +335,7 @@ def _begin_groups(counts, groups, num_chunks, num_groups, E_PAD: tl.constexpr, C
     for first in range(0, num_chunks, CHUNKS):
         at = counts + (first + chunk)[:, None] * E_PAD + expert[None, :]
         total += tl.sum(tl.load(at, mask=(first + chunk < num_chunks)[:, None], other=0), 0)
-    begin = tl.cumsum(total, 0) - total
-    is_hit = (total > 0).to(tl.int32)
-    nth = tl.cumsum(is_hit, 0) - is_hit
-    tl.store(groups + nth * 3, expert, mask=is_hit > 0)
-    tl.store(groups + nth * 3 + 1, begin, mask=is_hit > 0)
-    tl.store(groups + nth * 3 + 2, total, mask=is_hit > 0)
-    num_hit = tl.sum(is_hit, 0)
-    tl.store(groups + expert * 3, tl.full([E_PAD], -1, tl.int32), mask=(expert >= num_hit) & (expert < num_groups))
+    begin = _write_groups(groups, total, num_groups, E_PAD)
     for first in range(0, num_chunks, CHUNKS):
         at = counts + (first + chunk)[:, None] * E_PAD + expert[None, :]
         mask = (first + chunk < num_chunks)[:, None]
@@ -356,13 +370,13 @@ def _route_kernel(
     E_PAD: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, EXACT_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_CORRECTION: tl.constexpr, HAS_LENGTHS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr,
     SPLITS: tl.constexpr, K_PER_SPLIT: tl.constexpr, ROWS: tl.constexpr, CHOICES: tl.constexpr, CHUNKS: tl.constexpr,
-    ORDERED: tl.constexpr, SPREAD: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    ORDER: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """A program has the logits of BLOCK_E experts and ROWS rows over a part of the columns.
 
-    The last to arrive of those that share rows chooses the experts of the first CHOICES of them, and the last of these
-    orders all pairs, if they are ORDERED; SPREAD leaves a part of that to `_place_pairs_kernel`.
+    The last to arrive of those that share rows, a chunk, chooses the experts of the first CHOICES of them. With ORDER
+    "chunks" or "launches" the last of these orders the pairs of all, and with "launches" `_place_pairs_kernel` ends it.
     """
     first_expert, split, chunk = tl.program_id(0) * BLOCK_E, tl.program_id(1), tl.program_id(2)
     begin = split * K_PER_SPLIT
@@ -391,16 +405,16 @@ def _route_kernel(
     if arrived == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(arrivals + 1 + chunk, 0)
         _choose_rows(partials, bias, correction, lengths, scores, experts, ranks, counts + chunk * E_PAD, order, groups,
-                     chunk * ROWS + tl.arange(0, CHOICES), num_rows, scaling, epsilon, x.dtype.element_ty, KIND, E,
-                     E_PAD, K, NORM, EXACT_LOGITS, HAS_BIAS, HAS_CORRECTION, HAS_LENGTHS, GROUPS, TOPK_GROUP, SPLITS,
-                     ORDERED, INTERPRETED)
-        if ORDERED:
+                     chunk * ROWS + tl.arange(0, CHOICES), num_rows, num_groups, scaling, epsilon, x.dtype.element_ty,
+                     KIND, E, E_PAD, K, NORM, EXACT_LOGITS, HAS_BIAS, HAS_CORRECTION, HAS_LENGTHS, GROUPS, TOPK_GROUP,
+                     SPLITS, ORDER, INTERPRETED)
+        if ORDER == "chunks" or ORDER == "launches":
             tl.debug_barrier()
             arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
             if arrived == tl.num_programs(2) - 1:
                 tl.store(arrivals, 0)
                 _begin_groups(counts, groups, tl.num_programs(2), num_groups, E_PAD, CHUNKS)
-                if not SPREAD:
+                if ORDER == "chunks":
                     tl.debug_barrier()
                     for first in range(0, num_rows * K, TILE):
                         _place_pairs(experts, ranks, counts, order, first, num_rows * K, E_PAD, K * ROWS, TILE)
@@ -411,28 +425,31 @@ def route_triton(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arriv
     """:func:`route` as one Triton launch, or as two with more than `_SPREAD_ROWS` rows."""
     require_triton()
     (num_rows, width), num_experts, device = x.shape, len(router.weight), x.device
-    pairs, is_ordered, is_spread = num_rows * rule.top_k, num_rows > UNORDERED_ROWS, num_rows > _SPREAD_ROWS
+    pairs, padded = num_rows * rule.top_k, max(16, next_power_of_2(num_experts))
+    rows = 16 if num_rows <= _FEW_ROWS else max(16, min(32, _MOST_CHOICES // padded))
+    order = "pairs" if num_rows <= UNORDERED_ROWS else "rows" if num_rows <= rows else "chunks"
+    if num_rows > _SPREAD_ROWS:
+        order = "launches"
     dtype = torch.float32 if rule.keeps_float32 or rule.kind == SIGMOID else x.dtype
-    groups = min(num_experts, pairs) if is_ordered else pairs
+    groups = pairs if order == "pairs" else min(num_experts, pairs)
     found = Routes(torch.empty(num_rows, rule.top_k, dtype=dtype, device=device),
                    torch.empty(num_rows, rule.top_k, dtype=torch.int32, device=device),
                    torch.empty(pairs, dtype=torch.int32, device=device),
                    torch.empty(groups, 3, dtype=torch.int32, device=device))
     if num_rows == 0:
         return found
-    padded = max(16, next_power_of_2(num_experts))
-    rows = 16 if num_rows <= _FEW_ROWS else max(16, min(32, _MOST_CHOICES // padded))
     choices = next((few for few in _FEW_CHOICES if num_rows <= few), rows)
     chunks = cdiv(num_rows, rows)
     block_k = min(128, max(16, next_power_of_2(width)))
     # With few rows some 64 programs a chunk of rows, which read the weight together.
-    block_e = min(64, padded) if is_spread else 16
-    splits = 1 if is_spread else max(1, min(cdiv(width, block_k), 8 if rows == 16 else 4))
+    block_e = min(64, padded) if order == "launches" else 16
+    splits = 1 if order == "launches" else max(1, min(cdiv(width, block_k), 8 if rows == 16 else 4))
     per_split = cdiv(cdiv(width, splits), block_k) * block_k
     splits = cdiv(width, per_split)
     partials = torch.empty(splits, num_rows, num_experts, dtype=torch.float32, device=device)
     ranks, counts = (torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, chunks * padded))
-    tile = min(1024, next_power_of_2(pairs))
+    # The same constants for many numbers of rows, each of which would be compiled.
+    most_chunks = min(16 if order == "chunks" else 64, max(1, _MOST_CHOICES // padded))
     with on_device_of(x):
         _route_kernel[(cdiv(num_experts, block_e), splits, chunks)](
             x, router.weight, router.bias, router.correction, lengths, partials, ranks, counts, *found, arrivals,
@@ -440,14 +457,13 @@ def route_triton(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arriv
             KIND=rule.kind, E=num_experts, E_PAD=padded, K=rule.top_k, NORM=rule.norm, EXACT_LOGITS=rule.exact_logits,
             HAS_BIAS=router.bias is not None, HAS_CORRECTION=router.correction is not None,
             HAS_LENGTHS=lengths is not None, GROUPS=rule.num_groups, TOPK_GROUP=rule.topk_group, SPLITS=splits,
-            K_PER_SPLIT=per_split, ROWS=rows, CHOICES=choices,
-            CHUNKS=min(next_power_of_2(chunks), max(1, _MOST_CHOICES // padded)), ORDERED=is_ordered, SPREAD=is_spread,
-            TILE=tile, BLOCK_E=block_e, BLOCK_K=block_k, INTERPRETED=triton.knobs.runtime.interpret,
+            K_PER_SPLIT=per_split, ROWS=rows, CHOICES=choices, CHUNKS=most_chunks, ORDER=order, TILE=_TILE,
+            BLOCK_E=block_e, BLOCK_K=block_k, INTERPRETED=triton.knobs.runtime.interpret,
             num_warps=4 if rows * padded <= 2048 else 8, num_stages=3, enable_fp_fusion=False,
             **prefetch_options(router.weight),
         )
-        if is_spread:
-            _place_pairs_kernel[(cdiv(pairs, tile),)](
-                found.experts, ranks, counts, found.order, pairs, E_PAD=padded, PER_CHUNK=rule.top_k * rows, TILE=tile,
+        if order == "launches":
+            _place_pairs_kernel[(cdiv(pairs, _TILE),)](
+                found.experts, ranks, counts, found.order, pairs, E_PAD=padded, PER_CHUNK=rule.top_k * rows, TILE=_TILE,
                 **pdl_options(x))
     return found
