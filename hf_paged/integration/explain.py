@@ -133,7 +133,7 @@ class Preview:
     attention: str | None  # the backend that ``attention_backend`` selects on the device; None for a stock model
     other_attention: str | None  # why FlashAttention does not run the prompts, for each package; None if it does
     quantized: str | None = None  # how 4-bit layers of a fused model run, and why; None if there are none
-    experts: str | None = None  # why transformers' modules compute experts of a fused model; None if kernels do
+    experts: str | None = None  # why transformers' modules compute experts; None if kernels do
     calls: dict[str, Explanation] = field(default_factory=dict)  # results of `hf_paged.explain` by name
     memory: MemoryPlan | None = None  # None for a stock model
 
