@@ -28,11 +28,12 @@ MAX_EXPERTS = 512
 # Rows whose pairs are a group each, so that nothing is ordered. Of several rows some share an expert, whose weights
 # would be read for each of them.
 UNORDERED_ROWS = 1
+# How the pairs of one chunk of rows are ordered: "chunks", as those of several, or "rows", where they are chosen.
+ORDER_OF_FEW = "chunks"
 _FEW_CHOICES = (1, 4)  # numbers of rows for which a kernel of their own chooses experts
 _FEW_ROWS = 64  # up to which a program chooses experts for 16 rows, beyond for 32
 _SPREAD_ROWS = 256  # beyond which the pairs are ordered by a launch of their own
 _MOST_CHOICES = 8192  # of rows and experts that a program holds
-_TILE = 1024  # pairs that are placed at a time
 
 SOFTMAX, TOPK_SOFTMAX, SIGMOID = "softmax", "topk_softmax", "sigmoid"
 
@@ -302,13 +303,13 @@ def _choose_rows(
         tl.store(groups + pair * 3 + 2, 1, mask=written)
     else:
         counted = (is_chosen & is_real[:, None]).to(tl.int32)
-        rank, total = tl.cumsum(counted, 0) - counted, tl.sum(counted, 0)
+        rank = tl.cumsum(counted, 0) - counted
         if ORDER == "rows":
-            begin = _write_groups(groups, total, num_groups, E_PAD)
+            begin = _write_groups(groups, tl.sum(counted, 0), num_groups, E_PAD)
             tl.store(order + begin[None, :] + rank, pair, mask=counted > 0)
         else:
             tl.store(ranks + pair, rank, mask=written)
-            tl.store(counts + expert, total)
+            tl.store(counts + expert, tl.sum(counted, 0))
 
 
 @jit()
@@ -427,7 +428,7 @@ def route_triton(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arriv
     (num_rows, width), num_experts, device = x.shape, len(router.weight), x.device
     pairs, padded = num_rows * rule.top_k, max(16, next_power_of_2(num_experts))
     rows = 16 if num_rows <= _FEW_ROWS else max(16, min(32, _MOST_CHOICES // padded))
-    order = "pairs" if num_rows <= UNORDERED_ROWS else "rows" if num_rows <= rows else "chunks"
+    order = "pairs" if num_rows <= UNORDERED_ROWS else ORDER_OF_FEW if num_rows <= rows else "chunks"
     if num_rows > _SPREAD_ROWS:
         order = "launches"
     dtype = torch.float32 if rule.keeps_float32 or rule.kind == SIGMOID else x.dtype
@@ -448,8 +449,7 @@ def route_triton(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arriv
     splits = cdiv(width, per_split)
     partials = torch.empty(splits, num_rows, num_experts, dtype=torch.float32, device=device)
     ranks, counts = (torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, chunks * padded))
-    # The same constants for many numbers of rows, each of which would be compiled.
-    most_chunks = min(16 if order == "chunks" else 64, max(1, _MOST_CHOICES // padded))
+    tile = min(1024, next_power_of_2(pairs))
     with on_device_of(x):
         _route_kernel[(cdiv(num_experts, block_e), splits, chunks)](
             x, router.weight, router.bias, router.correction, lengths, partials, ranks, counts, *found, arrivals,
@@ -457,13 +457,14 @@ def route_triton(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arriv
             KIND=rule.kind, E=num_experts, E_PAD=padded, K=rule.top_k, NORM=rule.norm, EXACT_LOGITS=rule.exact_logits,
             HAS_BIAS=router.bias is not None, HAS_CORRECTION=router.correction is not None,
             HAS_LENGTHS=lengths is not None, GROUPS=rule.num_groups, TOPK_GROUP=rule.topk_group, SPLITS=splits,
-            K_PER_SPLIT=per_split, ROWS=rows, CHOICES=choices, CHUNKS=most_chunks, ORDER=order, TILE=_TILE,
+            K_PER_SPLIT=per_split, ROWS=rows, CHOICES=choices,
+            CHUNKS=min(next_power_of_2(chunks), max(1, _MOST_CHOICES // padded)), ORDER=order, TILE=tile,
             BLOCK_E=block_e, BLOCK_K=block_k, INTERPRETED=triton.knobs.runtime.interpret,
             num_warps=4 if rows * padded <= 2048 else 8, num_stages=3, enable_fp_fusion=False,
             **prefetch_options(router.weight),
         )
         if order == "launches":
-            _place_pairs_kernel[(cdiv(pairs, _TILE),)](
-                found.experts, ranks, counts, found.order, pairs, E_PAD=padded, PER_CHUNK=rule.top_k * rows, TILE=_TILE,
+            _place_pairs_kernel[(cdiv(pairs, tile),)](
+                found.experts, ranks, counts, found.order, pairs, E_PAD=padded, PER_CHUNK=rule.top_k * rows, TILE=tile,
                 **pdl_options(x))
     return found

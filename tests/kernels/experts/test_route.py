@@ -77,6 +77,17 @@ def test_kernel(kind, rows, experts, dtype):
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("rows", [2, 9, 16])
+def test_pairs_that_are_ordered_where_they_are_chosen(monkeypatch, rows):
+    monkeypatch.setattr(module, "ORDER_OF_FEW", "rows")
+    x, router = make(1, rows, 12, 32, torch.float16, KINDS["softmax"])
+    arrivals, lengths = torch.zeros(num_arrivals(), dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+    lengths[1] = 0
+    check_order(route_triton(x, router, KINDS["softmax"], arrivals, lengths), 12)
+    assert not arrivals.any()
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("rows", [100, 300])
 def test_pairs_of_more_chunks_than_one_tile_holds(monkeypatch, rows):
     monkeypatch.setattr(module, "_MOST_CHOICES", 32)
