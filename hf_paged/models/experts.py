@@ -165,20 +165,20 @@ class ExpertForwards:
     def __init__(self, executor: ModelExecutor, *, is_wanted: bool) -> None:
         self._executor = executor
         self._reader = ExpertsReader(executor, is_wanted=is_wanted, is_alone=False)
-        self._structure: int | None = None  # of the model that the blocks were looked up for
+        self._made_for: tuple[int, int] | None = None  # structure and places of the model (`ModelWatch`)
         self._parts: dict[str, ExpertsParts] = {}  # by path of the block below the decoder
 
     def prepare(self) -> None:
         """Look up the blocks of the model as it is now."""
-        structure = self._executor.watch.structure(self._executor.model)
-        if structure != self._structure:
+        watch, model = self._executor.watch, self._executor.model
+        if (now := (watch.structure(model), watch.places(model))) != self._made_for:
             found = ((path, self._reader.parts(block)) for path, block in self._blocks())
             self._parts = {path: parts for path, parts in found if parts is not None}
-            self._structure = structure
+            self._made_for = now
 
     def drop_references(self) -> None:
         """Release parameters until `prepare`."""
-        self._parts, self._structure = {}, None
+        self._parts, self._made_for = {}, None
 
     def why_not(self, device: torch.device) -> str | None:
         """Return why a block would run by its own modules on a device; None if there is no block, too."""
@@ -214,6 +214,7 @@ class _Forwards:
         self._routes: Routes | None = None
 
     def route(self, hidden: torch.Tensor, *args: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """Return (None in place of logits, scores, experts)."""
         rows = hidden.reshape(-1, hidden.shape[-1])
         if rows.dtype != self._parts.router.weight.dtype:
             found: tuple[Any, torch.Tensor, torch.Tensor] = self._router.forward(hidden, *args)
@@ -225,6 +226,7 @@ class _Forwards:
         return None, self._routes.scores, self._routes.experts
 
     def run(self, hidden: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Compute the experts; those that were given others than `route` returned by their module."""
         routes = self._routes
         if routes is None or experts is not routes.experts or scores is not routes.scores:
             found: torch.Tensor = self._experts.forward(hidden, experts.clamp(min=0).long(), scores)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -406,6 +409,20 @@ def test_a_model_of_modules_gives_stocks_tokens(on_a_cpu, name):
     assert_same_tensor(model.generate(**inputs, max_new_tokens=10), expected)
     assert on_a_cpu.count(3) >= 9 and 54 in on_a_cpu
     assert not any("forward" in vars(one) for one in model.modules())
+    hf_paged.disable(model)
+
+
+def test_new_parameters_are_looked_up_for_a_call(on_a_cpu):
+    """Old ones are not kept, whose memory is the model's size."""
+    model = outlined(family_model("mixtral").to(torch.float16))
+    hf_paged.enable(model, strict=True)
+    model.generate(**batch([9]), max_new_tokens=2)
+    experts = model.model.layers[0].mlp.experts
+    old = weakref.ref(experts.down_proj)
+    experts.down_proj = nn.Parameter(experts.down_proj.detach() * 2)
+    model.generate(**batch([9]), max_new_tokens=2)
+    gc.collect()
+    assert old() is None
     hf_paged.disable(model)
 
 
