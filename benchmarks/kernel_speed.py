@@ -27,7 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import triton
-from transformers import Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from hf_paged.attention.backend import AttentionBackend
@@ -36,22 +38,32 @@ from hf_paged.attention.registry import paged_attention, resolve_backend
 from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, PagedMetadata
-from hf_paged.kernels.experts.down import down
-from hf_paged.kernels.experts.gate_up import gate_up
-from hf_paged.kernels.experts.join import join_experts_add_rms_norm
-from hf_paged.kernels.experts.route import route
+from hf_paged.kernels.experts.down import down, down_triton
+from hf_paged.kernels.experts.gate_up import ExpertsConfig, gate_up, gate_up_triton
+from hf_paged.kernels.experts.join import ExpertOutputs, join_experts_add_rms_norm
+from hf_paged.kernels.experts.route import Routes, route
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
 from hf_paged.kernels.layer.linear import linear
 from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store
 from hf_paged.kernels.layer.silu_mul import silu_mul
 from hf_paged.kernels.layer.store_kv import store_kv
 from hf_paged.kernels.weights_checksum import ChecksumPlan
-from hf_paged.models.experts import ExpertsParts, new_arrivals, read_experts
+from hf_paged.models.experts import MOST_ROWS, ExpertsParts, new_arrivals, read_experts
 from hf_paged.sampling.sample_tokens import sample_tokens
 from hf_paged.sampling.table import SamplingTable
 
 HEAD_DIM, KV_HEADS, BLOCK_SIZE = 128, 8, 16
-EXPERT_WIDTH, EXPERT_INNER = 2048, 768  # of Qwen3-30B-A3B
+# Blocks of experts by the model that has them: class and config.
+BLOCKS: dict[str, tuple[Any, Any]] = {
+    "Qwen3-30B-A3B": (Qwen3MoeSparseMoeBlock, Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)),
+    "gpt-oss-20b": (GptOssMLP, GptOssConfig(
+        hidden_size=2880, intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4)),
+    "Mixtral-8x7B": (MixtralSparseMoeBlock, MixtralConfig(
+        hidden_size=4096, intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2)),
+}
+EXPERT_ROWS = {"Qwen3-30B-A3B": (1, 2, 4, 8, 64, 256, 512, 2048, 8192), "gpt-oss-20b": (1, 8, 64, 256, 2048),
+               "Mixtral-8x7B": (1, 8, 64, 256, 2048)}
 L2_BYTES = 400 << 20
 
 # rows, tokens, query heads; what FlashAttention-3 (vLLM's build) and a probe reach on an H200, TB/s (PEERS.md).
@@ -246,61 +258,126 @@ def op_rows(copy: float) -> Iterable[dict[str, Any]]:
         yield _bandwidth_row(f"sample_tokens 256, {name}", 2 * 256 * vocab, calls, copy)
 
 
-def expert_rows(copy: float) -> Iterable[dict[str, Any]]:
-    """A block of experts of Qwen3-30B-A3B and the norm behind it, and by transformers' own modules; bytes are those of
-    the experts that some row chooses. Skewed: the n-th expert is about 1 / n as likely as the first (Zipf)."""
-    blocks = [_block_of_experts(seed) for seed in range(2)]
-    device = torch.device("cuda", torch.cuda.current_device())
-    arrivals, norm = new_arrivals(device), torch.ones(EXPERT_WIDTH, dtype=torch.bfloat16, device=device)
-    for name, rows in itertools.product(("uniform", "skewed"), (1, 8, 64, 256)):
-        skew = 8.0 if name == "skewed" else 0.0
-        x = torch.randn(rows, EXPERT_WIDTH, device=device)
-        x[:, 0] = skew  # the router's first column says how likely an expert is
-        x, residual = x.to(torch.bfloat16), torch.randn(rows, EXPERT_WIDTH, dtype=torch.bfloat16, device=device)
-        parts = [read_experts(block, "grouped_mm", torch.bfloat16, arrivals) for block in blocks]
-        known = [part for part in parts if isinstance(part, ExpertsParts)]
-        assert len(known) == len(blocks), parts
-
-        def own(part: ExpertsParts, x: torch.Tensor = x, residual: torch.Tensor = residual) -> object:
-            outputs = part.outputs(x, None)
-            assert outputs is not None
-            return join_experts_add_rms_norm(outputs, residual, norm, 1e-6)
-
-        def stock(block: Any, x: torch.Tensor = x, residual: torch.Tensor = residual) -> object:
-            return add_rms_norm(block(x[None])[0], residual, norm, 1e-6)
-
-        outputs = known[0].outputs(x, None)
-        assert outputs is not None
-        routes = outputs.routes
-        inner = gate_up(x, known[0].gate_up, routes)
-        hit = int((routes.groups[:, 0] >= 0).sum())
-        nbytes = hit * 3 * 2 * EXPERT_WIDTH * EXPERT_INNER
-        found = _bandwidth_row(f"experts {rows}, {name}, {hit} of 128", nbytes, [partial(own, p) for p in known], copy)
-        for implementation in ("grouped_mm", *(["batched_mm"] if rows <= 8 else [])):
-            for block in blocks:
-                block.experts.config._experts_implementation = implementation
-            found[f"{implementation} us"] = graph_time([partial(stock, block) for block in blocks]) * 1e6
-        pieces: dict[str, list[Callable[[], object]]] = {
-            "route": [partial(route, x, p.router, p.rule, arrivals) for p in known],
-            "gate_up": [partial(gate_up, x, p.gate_up, routes) for p in known],
-            "down": [partial(down, inner, p.down, routes) for p in known],
-            "join": [partial(join_experts_add_rms_norm, outputs, residual, norm, 1e-6)],
-        }
-        yield found | {f"{piece} us": graph_time(calls) * 1e6 for piece, calls in pieces.items()}
+def expert_rows(copy: float, gemm: float) -> Iterable[dict[str, Any]]:
+    """A block of experts and the norm behind it, and by transformers' own modules; bytes are those of the experts that
+    some row chooses. Skewed: the n-th expert is about 1 / n as likely as the first (Zipf). 3 of 4: a row of padding."""
+    for shape in BLOCKS:
+        blocks = [_block_of_experts(shape, seed) for seed in range(2)]
+        for name, rows in itertools.product(("uniform", "skewed"), EXPERT_ROWS[shape]):
+            yield _expert_row(f"experts of {shape}, {rows}, {name}", blocks, _expert_inputs(blocks, rows, name), None,
+                              copy, gemm)
+        lengths = torch.tensor([1, 1, 1, 0], dtype=torch.int32, device="cuda")
+        inputs = _expert_inputs(blocks, 4, "uniform")
+        yield _expert_row(f"experts of {shape}, 3 of 4, uniform", blocks, inputs, lengths, copy, gemm)
+        del blocks
+        torch.cuda.empty_cache()
 
 
-def _block_of_experts(seed: int) -> Any:
-    config = Qwen3MoeConfig(hidden_size=EXPERT_WIDTH, moe_intermediate_size=EXPERT_INNER, num_experts=128,
-                            num_experts_per_tok=8, norm_topk_prob=True)
+def _expert_inputs(blocks: list[Any], rows: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states, whose first column says how much the router prefers some experts, and a residual."""
+    width = blocks[0].experts.down_proj.shape[2 if blocks[0].experts.is_transposed else 1]
+    x = torch.randn(rows, width, device="cuda")
+    x[:, 0] = 8.0 if name == "skewed" else 0.0
+    return x.to(torch.bfloat16), torch.randn(rows, width, dtype=torch.bfloat16, device="cuda")
+
+
+def _expert_row(name: str, blocks: list[Any], inputs: tuple[torch.Tensor, torch.Tensor], lengths: torch.Tensor | None,
+                copy: float, gemm: float) -> dict[str, Any]:
+    x, residual = inputs
+    (rows, width), norm = x.shape, torch.ones_like(x[0])
+    arrivals = new_arrivals(torch.device("cuda", torch.cuda.current_device()))
+    parts = [read_experts(block, "grouped_mm", torch.bfloat16, arrivals) for block in blocks]
+    known = [part for part in parts if isinstance(part, ExpertsParts)]
+    assert len(known) == len(blocks), parts
+
+    def own(part: ExpertsParts) -> object:
+        outputs = part.products(x, part.routes(x, lengths))
+        return join_experts_add_rms_norm(outputs, residual, norm, 1e-6)
+
+    def stock(block: Any) -> object:
+        found = block(x[None])
+        return add_rms_norm((found[0] if isinstance(found, tuple) else found)[0], residual, norm, 1e-6)
+
+    def between(part: ExpertsParts) -> object:
+        outputs = _grouped_products(part, x, part.routes(x, lengths))
+        return join_experts_add_rms_norm(outputs, residual, norm, 1e-6)
+
+    routes = known[0].routes(x, lengths)
+    inner, outputs = gate_up(x, known[0].gate_up, routes, known[0].gating), known[0].products(x, routes)
+    real = routes.groups[:, 0] >= 0
+    hit, pairs = len(routes.groups[real, 0].unique()), int(routes.groups[real, 2].sum())
+    size = 3 * width * inner.shape[1]
+    seconds = graph_time([partial(own, part) for part in known])
+    found = {"row": f"{name}, {hit} of {len(known[0].router.weight)}", "us": seconds * 1e6}
+    found |= {"of copy": hit * size * 2 / seconds / 1e12 / copy, "of GEMM": pairs * size * 2 / seconds / 1e12 / gemm}
+    for implementation in ("grouped_mm", *(["batched_mm"] if rows <= 8 else [])):
+        for block in blocks:
+            block.experts.config._experts_implementation = implementation
+        found[f"{implementation} us"] = graph_time([partial(stock, block) for block in blocks]) * 1e6
+    pieces: dict[str, list[Callable[[], object]]] = {
+        "route": [partial(route, x, part.router, part.rule, arrivals, lengths) for part in known],
+        "gate_up": [partial(gate_up, x, part.gate_up, routes, part.gating) for part in known],
+        "down": [partial(down, inner, part.down, routes) for part in known],
+        "join": [partial(join_experts_add_rms_norm, outputs, residual, norm, 1e-6)],
+    }
+    if rows > MOST_ROWS and not known[0].gate_up.is_transposed:
+        pieces["grouped_mm between ours"] = [partial(between, part) for part in known]
+        pieces["its products"] = [partial(_grouped_products, part, x, routes) for part in known]
+    return found | {f"{piece} us": graph_time(calls) * 1e6 for piece, calls in pieces.items()}
+
+
+def _grouped_products(part: ExpertsParts, x: torch.Tensor, routes: Routes) -> ExpertOutputs:
+    """`ExpertsParts.products` by torch's grouped product, for experts whose gates come ahead of ups."""
+    real = routes.groups[:, 0] >= 0
+    counts = torch.zeros(len(part.router.weight), dtype=torch.int32, device=x.device)
+    counts.scatter_add_(0, routes.groups[:, 0].clamp(min=0).long(), routes.groups[:, 2] * real)
+    ends, order, top_k = counts.cumsum(0, dtype=torch.int32), routes.order.long(), routes.experts.shape[1]
+    gate_ups = torch.nn.functional.grouped_mm(x[order // top_k], part.gate_up.weight.mT, offs=ends)
+    ordered = torch.nn.functional.grouped_mm(silu_mul(gate_ups), part.down.weight.mT, offs=ends)
+    products = torch.empty_like(ordered)
+    products[order] = ordered
+    return ExpertOutputs(products.view(len(x), top_k, -1), routes)
+
+
+def _block_of_experts(shape: str, seed: int) -> Any:
+    kind, config = BLOCKS[shape]
     config._experts_implementation = "grouped_mm"
     generator = torch.Generator("cuda").manual_seed(seed)
     with torch.device("cuda"), torch.no_grad():
-        block = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16).eval()
+        block = kind(config).to(torch.bfloat16).eval()
         for parameter in block.parameters():
-            parameter.requires_grad_(False).normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-        likely = torch.arange(1, 129, device="cuda").float().log().neg()
-        block.gate.weight[:, 0] = likely[torch.randperm(128, device="cuda")] / 8.0
+            parameter.requires_grad_(False).normal_(0.0, config.hidden_size**-0.5, generator=generator)
+        router = getattr(block, "gate", None) or block.router
+        likely = torch.arange(1, len(router.weight) + 1).float().log().neg()
+        router.weight[:, 0] = likely[torch.randperm(len(likely))] / 8.0
     return block
+
+
+def expert_sweep_rows() -> Iterable[dict[str, Any]]:
+    """The three best settings of both products of experts for each number of rows."""
+    blocks = [_block_of_experts("Qwen3-30B-A3B", seed) for seed in range(2)]
+    arrivals = new_arrivals(torch.device("cuda", torch.cuda.current_device()))
+    parts = [read_experts(block, "grouped_mm", torch.bfloat16, arrivals) for block in blocks]
+    known = [part for part in parts if isinstance(part, ExpertsParts)]
+    shapes = [(tile, block_n, block_k, warps, stages) for tile, block_n, block_k, warps, stages in itertools.product(
+        (32, 64, 128, 256), (64, 128, 256), (64, 128), (4, 8), (3, 4)) if tile * block_n <= 128 * 256]
+    for rows, name in itertools.product((256, 512, 2048, 8192), ("uniform", "skewed")):
+        x, _ = _expert_inputs(blocks, rows, name)
+        routes = known[0].routes(x, None)
+        inner = gate_up(x, known[0].gate_up, routes)
+        for product in ("gate_up", "down"):
+            tried: list[tuple[float, str]] = []
+            for tile, block_n, block_k, warps, stages in shapes:
+                config = ExpertsConfig(tile, max(1, -(-rows * 8 * 2 // 128 // tile)), block_n, block_k, warps, stages)
+                calls: list[Callable[[], object]] = [
+                    partial(gate_up_triton, x, part.gate_up, routes, config=config) if product == "gate_up" else
+                    partial(down_triton, inner, part.down, routes, config) for part in known]
+                try:
+                    tried.append((graph_time(calls, 5), str(tuple(config))))
+                except triton.runtime.errors.OutOfResources:
+                    continue
+            for seconds, setting in sorted(tried)[:3]:
+                yield {"row": f"{product}, {rows}, {name}", "us": seconds * 1e6, "setting": setting}
 
 
 def _bandwidth_row(name: str, nbytes: int, calls: list[Callable[[], object]], copy: float) -> dict[str, Any]:
@@ -378,7 +455,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     parser.add_argument("--sweep", action="store_true", help="try tile shapes and plans for decode (GPU, minutes)")
-    parser.add_argument("--only", choices=("decode", "prefill", "ops", "experts", "checksum"), help="only such rows")
+    parser.add_argument("--only", choices=("decode", "prefill", "ops", "experts", "checksum"),
+                        help="only such rows; with --sweep decode or experts")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
@@ -391,15 +469,15 @@ def main() -> None:
     if not gpu:
         rows = cpu_rows()
     elif arguments.sweep:
-        rows = sweep_rows()
+        rows = expert_sweep_rows() if arguments.only == "experts" else sweep_rows()
     else:
         report.update(ceilings())
         copy, gemm = report["copy_tb_s"], report["gemm_tflop_s"]
         print(f"copy {copy:.2f} TB/s, GEMM {gemm:.0f} TFLOP/s")
-        kinds = {"decode": (decode_rows, copy), "prefill": (prefill_rows, gemm), "ops": (op_rows, copy),
-                 "experts": (expert_rows, copy), "checksum": (checksum_rows, copy)}
-        rows = itertools.chain.from_iterable(
-            run(ceiling) for kind, (run, ceiling) in kinds.items() if arguments.only in (None, kind))
+        kinds: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
+            "decode": partial(decode_rows, copy), "prefill": partial(prefill_rows, gemm), "ops": partial(op_rows, copy),
+            "experts": partial(expert_rows, copy, gemm), "checksum": partial(checksum_rows, copy)}
+        rows = itertools.chain.from_iterable(run() for kind, run in kinds.items() if arguments.only in (None, kind))
     report["rows"] = [show(row) for row in rows]
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")

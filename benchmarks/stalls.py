@@ -2,13 +2,14 @@
 
     python benchmarks/stalls.py --model 0.6B --out stalls.json            # an empty and a filled Triton cache
     python benchmarks/stalls.py --model 0.6B --warmup full                # ready means ready
+    python benchmarks/stalls.py --model 0.6B --adapter bf16 --autocast    # a trainer's model with LoRA
     python benchmarks/stalls.py --model tiny --device cpu --scale 0.05    # shows that it runs
 
 Each case is a process of its own that makes a `PagedGenerator` and runs one workload after the other, twice each: what
 an earlier workload has compiled or captured is there, as in a service. A step's delay is the host's time from the
 engine's first look at the step to its last launch; its cause is what was compiled, loaded, captured or dropped during
-it, or that it ran without a graph. Ready: seconds from the call of the constructor to the end of one request of one
-token.
+it, or that it ran without a graph. Late steps: of both runs' delays, longest first, those of the first run that are
+50 ms above the second's. Ready: seconds from the call of the constructor to the end of one request of one token.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_engines import Ours
+from bench_engines import Ours, OursUnderAutocast
+from lora_speed import adapted
 from workloads import make_workload
 
 from hf_paged.engine.observer import Launched
 
 WORKLOADS = ("single", "nano", "short", "prompts-7k", "no-prefix", "warm-prefix", "nano")
 LATE_MS, ROWS = 50.0, 256
+ADAPTERS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Stalls:
@@ -42,21 +45,34 @@ class Stalls:
         self._seen = Counter[str]()
         self.steps: list[tuple[float, dict[str, int]]] = []  # milliseconds, causes
 
+    def begin(self) -> None:
+        """What was done until now, no step waits for."""
+        self._engine.generator.engine.watch(self)
+        self._look()
+        self._seen = Counter(self.counts)
+
     def compiled(self, *, cache_hit: bool, **_: Any) -> None:
         """Triton's listener."""
         self.counts["loaded" if cache_hit else "compiled"] += 1
 
     def launched(self, step: Launched) -> None:
+        self._look()
+        causes, self._seen = self.counts - self._seen, Counter(self.counts)
+        self.steps.append(((step.launched - step.began) * 1e3, dict(causes)))
+
+    def _look(self) -> None:
         graphs = self._engine.generator.engine._core.pool.runner.graphs
         if graphs is not None:
             self.counts["captured"], self.counts["dropped"] = graphs.num_captured, graphs.num_dropped
             self.counts["uncaptured"] = graphs._runs.total()
-        causes, self._seen = self.counts - self._seen, Counter(self.counts)
-        self.steps.append(((step.launched - step.began) * 1e3, dict(causes)))
 
 
-def measure(model: str, device: str, scale: float, names: list[str], warmup: bool | str) -> dict[str, Any]:
-    engine = Ours(model, device)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    device, names = options.device, options.workloads
+    warmup = True if options.warmup == "true" else options.warmup
+    engine = (OursUnderAutocast if options.autocast else Ours)(options.model, device)
+    if options.adapter:
+        engine.model = adapted(engine.model, ADAPTERS[options.adapter], count=1)
     stalls = Stalls(engine)
     if device == "cuda":
         import triton
@@ -64,31 +80,33 @@ def measure(model: str, device: str, scale: float, names: list[str], warmup: boo
         triton.knobs.compilation.listener = stalls.compiled
     rows, ready = [], None
     for at, name in enumerate(names):
-        workload = make_workload(name, scale)
-        opened = engine.open(workload, {"max_num_seqs": ROWS, "warmup": warmup})
+        workload = make_workload(name, options.scale)
+        with engine.around():
+            opened = engine.open(workload, {"max_num_seqs": ROWS, "warmup": warmup})
         if opened is not None:
             ready = opened if ready is None else ready
-            engine.generator.engine.watch(stalls)
+            stalls.begin()
         seconds, steps = [], []
         for _ in range(2):
             engine.prepare(workload)
             stalls.steps.clear()
             began = time.perf_counter()
-            made = sum(engine.run(workload))
+            with engine.around():
+                made = sum(engine.run(workload))
             seconds.append(time.perf_counter() - began)
             steps.append(list(stalls.steps))
         slowest, causes = max(steps[0], key=lambda step: step[0])
-        usual = sorted(delay for delay, _ in steps[1])[len(steps[1]) // 2]
+        delays = zip(*(sorted((delay for delay, _ in run), reverse=True) for run in steps), strict=False)
         every = sum((Counter(causes) for _, causes in steps[0]), Counter[str]())
         rows.append({
             "workload": name, "again": name in names[:at], "tokens": made, "first_s": seconds[0],
             "second_s": seconds[1], "first_over_second": seconds[1] / seconds[0], "slowest_step_ms": slowest,
-            "slowest_step": causes, "late_steps": sum(delay > usual + LATE_MS for delay, _ in steps[0]),
+            "slowest_step": causes, "late_steps": sum(first > second + LATE_MS for first, second in delays),
             "first": dict(every),
         })
         print(json.dumps(rows[-1]), flush=True)
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return {"model": model, "device": name, "ready_s": ready, "rows": rows}
+    return {"model": options.model, "device": name, "ready_s": ready, "rows": rows}
 
 
 def main() -> None:
@@ -99,19 +117,19 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--warmup", choices=("true", "full"), default="true")
     parser.add_argument("--caches", nargs="*", choices=("cold", "warm"), default=["cold", "warm"])
+    parser.add_argument("--adapter", choices=tuple(ADAPTERS), help="one rank-16 adapter of all linear layers")
+    parser.add_argument("--autocast", action="store_true", help="float32 weights under autocast to bfloat16")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
-        warmup = True if options.warmup == "true" else options.warmup
-        print(json.dumps(measure(options.model, options.device, options.scale, options.workloads, warmup)))
+        print(json.dumps(measure(options)))
         return
     found = {}
     with tempfile.TemporaryDirectory() as cache:
         for case in ("cold", "warm"):
             if case == "cold" or case in options.caches:
-                command = [sys.executable, __file__, "--here", "--model", options.model, "--device", options.device,
-                           "--scale", str(options.scale), "--warmup", options.warmup, "--workloads", *options.workloads]
+                command = [sys.executable, __file__, "--here", *sys.argv[1:]]
                 done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, text=True, check=True,
                                       stdout=subprocess.PIPE)
                 found[case] = json.loads(done.stdout.splitlines()[-1])

@@ -34,23 +34,36 @@ from hf_paged.models.proof.prove import in_thread
 from hf_paged.models.proof.verdict import Refused
 
 ACCEPTED = Path(__file__).resolve().parents[1] / "tests" / "models" / "proof" / "verdicts.json"
-_AXES = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}}
+_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+_AXES: dict[str, Any] = {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [16, 24, 24]}}}
+_HALF_AXES: dict[str, Any] = {
+    "text_config": {"rope_parameters": _ROPE | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}}}
+_VISION_TOKENS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
 # What default configs lack.
 MISSING: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "Glm46VForConditionalGeneration": {"text_config": {"model_type": "glm4v_text", **_HALF_AXES["text_config"]}},
+    "Glm4vForConditionalGeneration": _HALF_AXES,
+    "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 128, **_HALF_AXES["text_config"]}},
+    "GlmOcrForConditionalGeneration": {"text_config": {"head_dim": 128, **_AXES["text_config"]}},
     "GraniteMoeHybridForCausalLM": {"layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 4},
     "HunYuanDenseV1ForCausalLM": {"head_dim": 128},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 128},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "Lfm2VlForConditionalGeneration": {
+        "text_config": {"model_type": "lfm2", "layer_types": ["conv", "conv", "full_attention", "conv"] * 8}},
     "MinistralForCausalLM": {"head_dim": 128},
     "NemotronForCausalLM": {"num_key_value_heads": 48},
     "PaddleOCRVLForConditionalGeneration": _AXES,
     "Qwen2VLForConditionalGeneration": _AXES,
+    "Qwen2_5OmniThinkerForConditionalGeneration": _AXES | _VISION_TOKENS,
     "Qwen2_5_VLForConditionalGeneration": _AXES,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": _VISION_TOKENS | {"text_config": {
+        "head_dim": 128, "rope_parameters": _ROPE | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}}},
 }
 
 

@@ -46,6 +46,7 @@ OWN_CODE, AT_HOME = (f"guards/{name}.py" for name in ("original_code", "origin")
 INNER_TESTS, TOKENWISE_TESTS = "guards/test_quantized.py", "guards/test_tokenwise.py"
 BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
 PAGED_CALLS_TESTS, DERIVED_TESTS = "models/test_paged_calls.py", "models/derivation/test_executor.py"
+EXPERTS, EXPERTS_TESTS = "models/experts.py", "models/test_experts.py"
 RANK_PARTS, RANK_PARTS_TESTS = "models/derivation/over_ranks.py", "models/derivation/test_over_ranks.py"
 GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generic_eligibility.py"
 KERNELS, KERNEL_TESTS = "guards/replaced_forwards.py", "guards/test_hub_kernels.py"
@@ -447,8 +448,12 @@ MODELS = [
                     "Exaone4-0"),
     PackageMutation("models/derivation/executor.py", "if self.constants() == self.outline.constants and", "if",
                     DERIVED_TESTS, "does_not_describe"),
-    PackageMutation("models/executor.py", "view_of(model, body.split(\".\"), lambda *args, **kwargs: output)", "model",
-                    DERIVED_TESTS, "Cohere-0"),
+    PackageMutation("models/executor.py", "forward(view_of(model, forwards), **", "forward(model, **", DERIVED_TESTS,
+                    "Cohere-0"),
+    PackageMutation("models/derivation/executor.py", "view_of(body, forwards) if forwards else body", "body",
+                    EXPERTS_TESTS, "of_modules"),
+    PackageMutation(EXPERTS, "experts is not routes.experts or scores is not routes.scores", "False",
+                    EXPERTS_TESTS, "changes_its_routes"),
     PackageMutation(RANK_PARTS, "if own not in (call, divided):", "if False:", RANK_PARTS_TESTS, "calls_that_are_not"),
     PackageMutation(RANK_PARTS, "if (worst := distance(found, logits)) >= TOLERANCE:",
                     "if (worst := distance(found, logits)) >= 1e9:", RANK_PARTS_TESTS, "do_not_add_up"),

@@ -131,6 +131,16 @@ def plan_groups(seq_lens: np.ndarray, slots: np.ndarray, choice: GroupChoice,
     return GroupedPlan(items, row_entries(choice, lengths, part, pieces), choice.num_parts, choice.kernel.config)
 
 
+def emptied(plan: GroupedPlan, slots: np.ndarray) -> GroupedPlan:
+    """Return a plan of the same sizes for rows [R] that see nothing, as rows that pad a step do."""
+    items, rows = np.full_like(plan.items, -1), np.zeros_like(plan.rows)
+    row = np.arange(len(rows))
+    _fill(items[: len(rows)],
+          PartItem(rows=0, first=row, slot=slots, begin=0, end=0, split=0, splits=1, part=-1, length=0))
+    _fill(rows, (row, 1))
+    return plan._replace(items=items, rows=rows)
+
+
 def number_pieces(choice: GroupChoice, splits: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Pieces that come ahead: of a group's first one, for each of its rows, and of each row's own first one."""
     before = np.zeros(len(splits) + 1, dtype=np.int64)  # the last: of none

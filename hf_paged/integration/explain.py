@@ -134,7 +134,7 @@ class Preview:
     attention: str | None  # the backend that ``attention_backend`` selects on the device; None for a stock model
     other_attention: str | None  # why FlashAttention does not run the prompts, for each package; None if it does
     quantized: str | None = None  # how 4-bit layers of a fused model run, and why; None if there are none
-    experts: str | None = None  # why transformers' modules compute experts of a fused model; None if kernels do
+    experts: str | None = None  # why transformers' modules compute experts; None if kernels do
     states: str | None = None  # the same of layers with a recurrent state in decode steps
     calls: dict[str, Explanation] = field(default_factory=dict)  # results of `hf_paged.explain` by name
     memory: MemoryPlan | None = None  # None for a stock model
@@ -198,9 +198,9 @@ def preview(path_or_id: str, calls: dict[str, dict[str, Any]], *, dtype: str = "
     layers, quantized, experts, states, proof, attention, other, memory = "stock", *[None] * 7
     if make is not None and unsupported_class(model) is None:
         executor = make(model, **executor_options(config))
-        layers = "fused" if isinstance(executor, FusedExecutor) else "generic"
+        layers, experts = "fused" if isinstance(executor, FusedExecutor) else "generic", executor.why_not_experts(place)
         if isinstance(executor, FusedExecutor):
-            quantized, experts = executor.describe_4bit(place), executor.why_not_experts(place)
+            quantized = executor.describe_4bit(place)
         if isinstance(executor, RecurrentExecutor):
             states = executor.why_not_kernels(place)
         if isinstance(executor, DerivedExecutor):

@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
@@ -375,14 +375,23 @@ class ModelExecutor(ABC):
         """Release everything that `prepare` made; every parameter has memory of its own afterwards."""
         self.drop_references()
 
+    def why_not_experts(self, device: torch.device) -> str | None:
+        """Return why experts would run by transformers' modules on a device; None if there are none, too."""
+        return None
+
     # -- a step -----------------------------------------------------------------------------------------------------
+
+    def body_of_step(self, step: StepContext) -> nn.Module:
+        """Return the decoder, or a view of it, whose forward computes a step."""
+        decoder: nn.Module = self.decoder
+        return decoder
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Compute final normed hidden states [T, hidden_size], or [W, hidden_size] of `wanted` tokens, from ids [T]."""
         rows = self.adapter_rows(step.adapters)
         with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
               by_row(self._adapted, rows)):
-            result = final_states(self.decoder, input_ids, step.positions)
+            result = final_states(self.body_of_step(step), input_ids, step.positions)
         return result if step.wanted is None else result[step.wanted]
 
     def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
@@ -555,15 +564,31 @@ def class_logits(model: Any, kind: type[nn.Module], body: str, hidden: torch.Ten
         body: path of the module whose output `kind.forward` takes the hidden states from.
     """
     output = _Output(last_hidden_state=hidden[None])
-    view, head = view_of(model, body.split("."), lambda *args, **kwargs: output), model.get_output_embeddings()
+    forwards: dict[str, Callable[..., Any]] = {body: lambda *args, **kwargs: output}
+    head = model.get_output_embeddings()
     if type(head) is VocabParallelHead:
-        path = next(name for name, module in model.named_children() if module is head)
-        view = view_of(view, [path], head.own_columns)
+        forwards[next(name for name, module in model.named_children() if module is head)] = head.own_columns
     forward: Any = kind.forward
     # Gemma 4 compares the number of hidden states with that of the inputs.
     arguments = _accepted(kind, inputs_embeds=output.last_hidden_state, return_dict=True, **_QUIET)
-    logits: torch.Tensor = forward(view, **arguments).logits[0]
+    logits: torch.Tensor = forward(view_of(model, forwards), **arguments).logits[0]
     return logits
+
+
+def view_of(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> nn.Module:
+    """Return a view of a module, in which the submodules at some paths ("": the module itself) run other forwards."""
+    view, inside = object.__new__(type(module)), dict[str, dict[str, Callable[..., Any]]]()
+    view.__dict__.update(vars(module))
+    for path, forward in forwards.items():
+        name, _, rest = path.partition(".")
+        if name:
+            inside.setdefault(name, {})[rest] = forward
+        else:
+            view.__dict__["forward"] = forward
+    if inside:
+        found = {name: view_of(module.get_submodule(name), those) for name, those in inside.items()}
+        view.__dict__["_modules"] = {**module._modules, **found}
+    return view
 
 
 def _accepted(kind: type[nn.Module], **arguments: Any) -> dict[str, Any]:
@@ -579,15 +604,3 @@ def _names_taken(forward: Callable[..., Any]) -> frozenset[str] | None:
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)
-
-
-def view_of(module: nn.Module, path: list[str], forward: Callable[..., Any]) -> nn.Module:
-    """Return a view of `module` whose submodule at `path` runs `forward`; for an empty path the view itself does."""
-    view = object.__new__(type(module))
-    view.__dict__.update(vars(module))
-    if path:
-        inner = view_of(module.get_submodule(path[0]), path[1:], forward)
-        view.__dict__["_modules"] = {**module._modules, path[0]: inner}
-    else:
-        view.__dict__["forward"] = forward
-    return view

@@ -9,7 +9,7 @@ import torch
 
 from hf_paged.attention.backend import AttentionBackend
 from hf_paged.attention.choose_groups import GroupChoice
-from hf_paged.attention.plan_decode import GroupedPlan, plan_groups
+from hf_paged.attention.plan_decode import GroupedPlan, emptied, plan_groups
 from hf_paged.attention.plan_prompts import PromptPlan, Prompts, padded
 from hf_paged.device.cuda import upload
 from hf_paged.kernels.attention.prefill import FULL_TILE, SHORT_SEQUENCE
@@ -191,22 +191,29 @@ class AttentionInputs:
         return self.prompt_plan(plan, *self.captured_bounds(num_tokens, long))
 
     def plan_of_a_group(self, slots: np.ndarray) -> GroupedPlan | None:
-        """Return a plan of rows that share as much as they can, by which the kernels of such plans can be compiled.
+        """Return the plan of rows that share as much as they can, but for its work: these rows are padding.
 
         None if the backend reads row by row. Does not change `saved_positions`.
         """
         groups, shared = self._one_group(len(slots))
         choice = self.backend.choose_groups(groups, len(slots), self.spec)
-        return None if choice is None else plan_groups(np.full(len(slots), shared + 1), slots, choice)
+        plan = None if choice is None else plan_groups(np.full(len(slots), shared + 1), slots, choice)
+        return None if plan is None else emptied(plan, slots)
 
     def plan_of_prompts_in_a_group(self, slots: np.ndarray, num_tokens: int) -> PromptPlan | None:
-        """Return a plan of prompts as `plan_of_a_group` does of rows, in the sizes of a graph of `num_tokens`."""
+        """Return a plan of prompts as `plan_of_a_group` does of rows, in the sizes of a graph of `num_tokens`.
+
+        Padding of no length is no work of its items.
+        """
         count = min(len(slots), num_tokens)
         groups, shared = self._one_group(count)
         prompts = Prompts(np.full(count, shared), np.full(count, min(num_tokens // count, _FEW_TOKENS)), slots[:count],
                           *self.captured_bounds(num_tokens, long=True))
         found = self.backend.plan_prompts(groups, prompts, self.spec, 1.0)
-        return None if found is None else padded(found, num_tokens, len(slots))
+        if found is None:
+            return None
+        nothing = found._replace(items=found.items[:0], rows=found.rows[:0], own_begin=found.own_begin[:0])
+        return padded(nothing, num_tokens, len(slots))
 
     def _one_group(self, num_rows: int) -> tuple[PrefixGroups, int]:
         """Return a group of all rows, and the positions that they share."""

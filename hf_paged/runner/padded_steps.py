@@ -16,6 +16,7 @@ import torch
 from hf_paged.attention.plan_decode import GroupedPlan
 from hf_paged.attention.plan_prompts import padded
 from hf_paged.device.cuda import upload
+from hf_paged.kernels.attention.decode import padded_rows
 from hf_paged.kernels.attention.types import (
     DecodeWork,
     GroupedWork,
@@ -62,15 +63,8 @@ class Drawn(NamedTuple):
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Return padded batch sizes: 1, 2, 4, 8, then steps of 8, and from 64 on of a quarter to an eighth of the size.
-
-    They are few, since each is a graph that some first run captures.
-    """
-    sizes, size = [1, 2, 4], 8
-    while size < max_num_seqs:
-        sizes.append(size)
-        size += max(8, 1 << size.bit_length() - 3)
-    return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
+    """Return the sizes of `padded_rows`, and the largest: few, since each is a graph that some first run captures."""
+    return [size for size in range(1, max_num_seqs) if padded_rows(size) == size] + [max_num_seqs]
 
 
 def mixed_sizes(most_rows: int) -> list[int]:
@@ -156,19 +150,16 @@ class PaddedSteps:
     def run_padding_rows(self, size: int, *, shared: bool = False, named: bool = False,
                          stages: frozenset[str] = frozenset(), scored: tuple[str, ...] = ()) -> None:
         """Sample decode rows that are all padding; ``shared``: they read a prefix together."""
-        arrays, tiles = self._padding_inputs(size), None
-        if shared:
-            rows = arrays[0]
-            if (work := self.attention.plan_of_a_group(rows[0])) is None:
-                return
-            arrays, tiles = (rows, work.items, work.rows), GroupedTiles(work.num_parts, work.config)
+        arrays, tiles = self._padding_inputs(size, shared=shared)
+        if shared and tiles is None:
+            return
         shape = StepShape("decode", rows=size, named=named, tiles=tiles, stages=stages, scored=scored)
         self.run(shape, *self._sent(arrays))
 
     def run_masked_padding(self, size: int, stages: frozenset[str] = frozenset(), scored: tuple[str, ...] = ()) -> None:
         """Sample decode rows that are all padding in two parts, as steps do whose token masks come late."""
         shape = StepShape("masked", rows=size, stages=stages, scored=scored)
-        undrawn = self.undrawn(StepShape("undrawn", rows=size), *self._sent(self._padding_inputs(size)))
+        undrawn = self.undrawn(StepShape("undrawn", rows=size), *self._sent(self._padding_inputs(size)[0]))
         words = torch.zeros(size, -(-self._executor.num_logits // 32), dtype=torch.int32, device=self._device)
         lines = torch.full((size,), -1, dtype=torch.int32, device=self._device)
         self.masked(shape, *undrawn, words, lines)
@@ -176,23 +167,29 @@ class PaddedSteps:
     def run_padding_tokens(self, size: int, *, long: bool = False, shared: bool = False, named: bool = False) -> None:
         """Sample prompts whose tokens are all padding; ``shared``: they read a prefix together."""
         prompts = self._prompt_rows(1, size)
-        arrays, tiles = self._padding_prompts(size, prompts), None
-        if shared:
-            if (work := self.attention.plan_of_prompts_in_a_group(arrays[1][1, :-1], size)) is None:
-                return
-            assert work.own_begin is not None
-            arrays = *arrays[:2], work.items, work.rows, work.own_begin
-            tiles = GroupedTiles(work.num_parts, work.kernel.config)
+        arrays, tiles = self._padding_prompts(size, prompts, shared=shared)
+        if shared and tiles is None:
+            return
         shape = StepShape("prompts", tokens=size, prompts=prompts, named=named, long=long, tiles=tiles)
         self.run(shape, *self._sent(arrays))
 
     def padding_of(self, shape: StepShape) -> tuple[np.ndarray, ...] | None:
-        """Return the arrays of a step of this shape that has no real row; None if it reads shared prefixes, or the
-        logits of another step, or if no step of this engine has the shape."""
-        if shape.tiles is not None or shape.decode_tiles is not None or not self._has(shape):
+        """Return the arrays of a step of this shape that has no real row; None if it reads the logits of another step,
+        or if no step of this engine has the shape."""
+        if not self._has(shape):
             return None
-        rows = self._padding_inputs(shape.rows) if shape.rows else ()
-        return rows + (self._padding_prompts(shape.tokens, shape.prompts) if shape.tokens else ())
+        of_rows, of_prompts = (shape.decode_tiles, shape.tiles) if shape.tokens else (shape.tiles, None)
+        arrays: tuple[np.ndarray, ...] = ()
+        if shape.rows:
+            arrays, tiles = self._padding_inputs(shape.rows, shared=of_rows is not None)
+            if tiles != of_rows:
+                return None
+        if shape.tokens:
+            prompts, tiles = self._padding_prompts(shape.tokens, shape.prompts, shared=of_prompts is not None)
+            if tiles != of_prompts:
+                return None
+            arrays += prompts
+        return arrays
 
     def _has(self, shape: StepShape) -> bool:
         """Return whether steps have this kind, these sizes and these log-probabilities; not for ``masked`` steps."""
@@ -210,21 +207,28 @@ class PaddedSteps:
                 has_sizes = False
         return has_sizes and {*shape.scored} <= {*LOGPROBS, *TOPS}
 
-    def _padding_inputs(self, size: int) -> tuple[np.ndarray, ...]:
-        """Return `decode_inputs` without a real row."""
+    def _padding_inputs(self, size: int, *, shared: bool = False) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
+        """Return `decode_inputs` without a real row; ``shared``: of rows that read a prefix together, if any can."""
         rows = self._padding_rows(size)
+        if shared and (work := self.attention.plan_of_a_group(rows[0])) is not None:
+            return (rows, work.items, work.rows), GroupedTiles(work.num_parts, work.config)
         plain = self.attention.plain_plan(rows[1] + 1, rows[0])
         assert plain is not None, "a backend that runs in graphs plans"
-        return rows, plain
+        return (rows, plain), None
 
-    def _padding_prompts(self, size: int, prompts: int) -> tuple[np.ndarray, ...]:
-        """Return `prompt_inputs` without a real prompt."""
+    def _padding_prompts(self, size: int, prompts: int, *,
+                         shared: bool = False) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
+        """Return `prompt_inputs` without a real prompt; ``shared`` as in `_padding_inputs`."""
         tokens, rows = np.empty((3, size), dtype=np.int64), np.zeros((6, prompts + 1), dtype=np.int64)
         tokens[0], tokens[1], tokens[2] = self.state.padding_slot, -1, 0
         rows[1] = rows[4] = self.state.padding_slot
+        if shared and (work := self.attention.plan_of_prompts_in_a_group(rows[1, :-1], size)) is not None:
+            assert work.own_begin is not None
+            return ((tokens, rows, work.items, work.rows, work.own_begin),
+                    GroupedTiles(work.num_parts, work.kernel.config))
         plain = self.attention.plain_plan(rows[2, :-1], rows[1, :-1])
         assert plain is not None, "a backend that runs in graphs plans"
-        return tokens, rows, plain
+        return (tokens, rows, plain), None
 
     def _padding_rows(self, size: int) -> np.ndarray:
         rows = np.empty((2, size), dtype=np.int64)

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from derived_models import derived_model
+from family_models import family_model
 from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM, Qwen3Config
 
 import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.cli import main
+from hf_paged.models import experts
 
 TRAINED = Path(hf_paged.__file__).resolve().parents[1] / "examples/models/tiny-qwen3"
 
@@ -75,6 +77,13 @@ def test_a_model_that_a_proof_lets_run(capsys, tmp_path):
     status, report = checked(capsys, tmp_path)
     assert status == 0 and report["layers"] == "generic" and report["memory"]["max_model_len"] == 512
     assert report["proof"] == "stock's numbers in sequences of up to 512 tokens and steps of up to 8,200"
+
+
+def test_why_modules_compute_experts(capsys, tmp_path, monkeypatch):
+    family_model("mixtral").config.save_pretrained(tmp_path)
+    assert "the kernels need Triton" in checked(capsys, tmp_path, "--dtype", "bfloat16")[1]["experts"]
+    monkeypatch.setattr(experts, "why_not_on", lambda device: None)
+    assert checked(capsys, tmp_path, "--dtype", "bfloat16")[1]["experts"] is None
 
 
 def test_the_weights_of_a_large_model_take_no_memory(capsys, tmp_path):

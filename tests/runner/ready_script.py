@@ -96,6 +96,30 @@ def guesses() -> dict[str, Any]:
     return found
 
 
+def rows_beside_prompts(most_rows: str, is_adapted: str = "") -> dict[str, Any]:
+    """Steps of a large model, which run eagerly: prompts, and beside them every number of decode rows."""
+    model: Any = qwen3(2)
+    if is_adapted:
+        lora.is_patched = lambda: False  # which `nobodys_gpu` has patched
+        model = peft.get_peft_model(model, peft.LoraConfig(r=16, init_lora_weights=False, target_modules="all-linear"))
+    count = int(most_rows)
+    service = Service(model.eval(), num_parameters=8_000_000_000, most_rows=count)
+    found: dict[str, Any] = {"ready": service.get_ready()}
+    scheduler, seen = service.scheduler(max_num_batched_tokens=1400, enable_prefix_caching=False), set[int]()
+    own = scheduler.schedule
+
+    def schedule(*args: Any) -> Any:
+        plan = own(*args)
+        if plan is not None and len(plan.slots) > plan.num_decode_rows:
+            seen.add(plan.num_decode_rows)
+        return plan
+
+    scheduler.schedule = schedule
+    prompts = [[7 + i % 3] * 1300 for i in range(count)]
+    found["rows"] = service.serve("rows", prompts, [count + 60] * count, scheduler=scheduler)
+    return found | {"numbers": len(seen)}
+
+
 def moe() -> dict[str, Any]:
     service, load = Service(qwen3_moe(), num_blocks=6000), workloads.uniform(64, 200, 16)
     found: dict[str, Any] = {"ready": service.get_ready()}
@@ -198,7 +222,8 @@ def alike() -> list[str]:
 
 
 if __name__ == "__main__":
-    cases = {case.__name__: case for case in (plain, options, adapters, autocast, guesses, moe, ranks, manifest, waits)}
+    cases = {case.__name__: case for case in (
+        plain, options, adapters, autocast, guesses, moe, ranks, manifest, rows_beside_prompts, waits)}
     with nobodys_gpu():
         made = cases[sys.argv[1]](*sys.argv[2:])
     print(json.dumps({"served": made, "alike": alike(), "all": dict(Counter(variant.name for variant in variants))}))

@@ -348,6 +348,51 @@ def test_prompts_behind_a_cached_prefix_read_it_once_and_make_stocks_tokens(step
         assert {shape.tiles is None for shape in keys if shape.kind == "prompts"} == {False, True}
 
 
+@pytest.mark.interpreted
+def test_steps_that_read_shared_prefixes_are_captured_ahead(steps, monkeypatch):
+    """On padding that reads a prefix together, in arrays like those that requests bring, and writes nothing."""
+    for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0), ("MOST_ELSEWHERE", 9.0)):
+        monkeypatch.setattr(plan_prompts, name, value)
+    monkeypatch.setattr(plan_prompts, "RowPrograms", lambda tokens, slots, *_: RowPrograms(tokens, slots, 50.0, 1.0))
+    monkeypatch.setattr("hf_paged.attention.choose_groups.MIN_SAVED", 0)
+    monkeypatch.setattr("hf_paged.runner.model_runner.resolve_backend", lambda *_: InterpretedGroups())
+    found, compute = {}, StepGraphs._compute
+
+    def kept(self, made, padded):
+        found[padded.shape] = padded.inputs
+        return compute(self, made, padded)
+
+    shared = random_prompts([100])[0]
+    prompts = [shared + random_prompts([n], seed=n)[0] for n in (3, 9, 20)]
+
+    def serve(generator):
+        generator.generate([shared], max_new_tokens=1, do_sample=False)
+        config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=None)
+        return [made.token_ids for made in generator.generate(prompts, config, use_tqdm=False)]
+
+    options = {"num_blocks": 200, "max_num_seqs": 6}
+    with monkeypatch.context() as watched, hf_paged.PagedGenerator(tiny_model(), **options) as generator:
+        watched.setattr(StepGraphs, "_compute", kept)
+        expected = serve(generator)
+    grouped = {shape: inputs for shape, inputs in found.items() if shape.tiles is not None}
+    assert {shape.kind for shape in grouped} == {"decode", "prompts"}
+    with hf_paged.PagedGenerator(tiny_model(), **options) as generator:
+        generator.generate([[1, 2, 3]], max_new_tokens=1, do_sample=False)
+        runner = generator.engine._core.pool.runner
+        before = [cache.view(torch.int32).clone() for caches in runner.cache.layers for cache in caches]
+        for shape, inputs in grouped.items():
+            arrays = runner.graphs.steps.padding_of(shape)
+            assert [(one.shape, one.dtype) for one in arrays] == [(one.shape, one.dtype) for one in inputs]
+            other = shape._replace(tiles=shape.tiles._replace(num_parts=shape.tiles.num_parts + 1))
+            assert runner.graphs.steps.padding_of(other) is None, "of an engine with another plan"
+        with torch.no_grad():
+            runner.graphs.capture_ahead(grouped)
+        assert runner.graphs._captured.keys() >= grouped.keys()
+        after = [cache.view(torch.int32) for caches in runner.cache.layers for cache in caches]
+        assert all(map(torch.equal, after, before))
+        assert serve(generator) == expected
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_steps_with_guesses_replay_graphs_of_a_row_for_each(steps, monkeypatch, max_num_seqs):
     """Up to 8 rows a request, also where there are fewer slots than that."""

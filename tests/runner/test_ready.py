@@ -66,6 +66,15 @@ def test_workloads_compile_nothing_and_drop_no_graph(backend, tmp_path):
     assert sum(ready.values()) <= MOST_VARIANTS["plain"] and len(found) == 11
 
 
+@pytest.mark.parametrize("case", [
+    ("80",), pytest.param(("256",), marks=pytest.mark.slow), pytest.param(("80", "adapted"), marks=pytest.mark.slow)])
+def test_any_number_of_rows_beside_prompts_is_ready(case, tmp_path):
+    """Tiles are chosen by the sizes of graphs: numbers between them once had kernels of their own."""
+    found = served(tmp_path, "rows_beside_prompts", *case)
+    assert found["numbers"] > 0.9 * int(case[0]), found
+    assert not found["rows"]["variants"], found
+
+
 @pytest.mark.parametrize(("looks_at", "listed"), [
     pytest.param((), BY_FIRST_REQUEST, marks=pytest.mark.slow, id="any"), pytest.param(("optional",), RARE, id="more")])
 def test_an_option_compiles_its_own_kernels_at_most_and_drops_no_graph(looks_at, listed, tmp_path):

@@ -118,10 +118,20 @@ def decode_config(head_dim_pad: int, itemsize: int, programs_per_sm: float, shar
     return max(configs.middling, key=used)
 
 
+def padded_rows(num_rows: int) -> int:
+    """Return the next size on the list 1, 2, 4, 8, then steps of 8, and from 64 on of a quarter to an eighth.
+
+    Steps in CUDA graphs have these sizes. Tiles are chosen by them, so that steps of any size share their kernels.
+    """
+    power = (num_rows - 1).bit_length()
+    each = 1 << power if power <= 3 else max(8, 1 << power - 3)
+    return -(-num_rows // each) * each
+
+
 def config_of(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
               device: torch.device) -> DecodeConfig:
     """Return the tiles of :func:`paged_attention_decode` on ``device`` for that many rows."""
-    programs_per_sm = num_rows * num_kv_heads / num_multiprocessors(device)
+    programs_per_sm = padded_rows(num_rows) * num_kv_heads / num_multiprocessors(device)
     return decode_config(padded_head_dim(head_dim), dtype.itemsize, programs_per_sm, shared_memory(device))
 
 
@@ -299,7 +309,7 @@ def paged_attention_decode(
     acc, sums = partial_results(len(work.items), q, shape.value_dim)
     # Programs that come early are spread over what room there is, unevenly: only a step that has room for all may. They
     # read the plan ahead of the wait, so it must not come from the kernel just before.
-    early = meta.work is not None and num_rows * num_kv_heads <= _FEW * num_multiprocessors(q.device)
+    early = meta.work is not None and padded_rows(num_rows) * num_kv_heads <= _FEW * num_multiprocessors(q.device)
     launch = pdl_options(q) if early else {"PDL": False}
     with on_device_of(q):
         _decode_kernel[(num_kv_heads, len(work.items))](

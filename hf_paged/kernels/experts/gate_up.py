@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""silu(gate) * up of each row's experts, rounded where transformers' experts round, in one launch."""
+"""The gated first product of each row's experts, rounded where transformers' experts round, in one launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,63 @@ from hf_paged.kernels._triton import (
     triton,
 )
 from hf_paged.kernels.experts.route import Routes
-from hf_paged.kernels.layer.silu_mul import silu_mul_reference, silu_mul_tile
+from hf_paged.kernels.layer.silu_mul import silu_mul_tile
+
+_MANY = 80  # rows of an expert, on the average, beyond which its weights are no longer what takes the time
+
+
+class ExpertWeights(NamedTuple):
+    """Weights of one product of experts: ``weight`` [E, N, K], or [E, K, N] if it is transposed, ``bias`` [E, N] or
+    None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    is_transposed: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """N and K."""
+        rows, columns = self.weight.shape[1:]
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    def check(self, x: torch.Tensor) -> None:
+        """Raise ValueError for weights that cannot be multiplied with ``x`` [T, K]."""
+        shape = (None, x.shape[1], None) if self.is_transposed else (None, None, x.shape[1])
+        biases = [self.bias] if self.bias is not None else []
+        check_tensors(
+            Expected("weight", self.weight, shape, x.dtype, contiguous=True),
+            *(Expected("bias", bias, (len(self.weight), self.sizes[0]), x.dtype, contiguous=True) for bias in biases))
+
+    def product(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """Return ``x @ weight[expert].T + bias[expert]``, rounded before the bias is added as well."""
+        weight = self.weight[expert]
+        product = x @ weight if self.is_transposed else F.linear(x, weight)
+        return product if self.bias is None else product + self.bias[expert]
+
+
+class Gating(NamedTuple):
+    """How gates and ups become one: ``silu(gate) * up`` or, with a ``limit``, gpt-oss' clamped gate with ``alpha``.
+
+    ``is_interleaved``: a gate is followed by the up that belongs to it; else ups follow all gates.
+    """
+
+    is_interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Compute [T, 2 * I] -> [T, I] in plain torch, each operation rounded."""
+        if self.is_interleaved:
+            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+        if self.limit is None:
+            return F.silu(gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+SILU_GATING = Gating()
 
 
 class ExpertsConfig(NamedTuple):
@@ -34,13 +90,11 @@ class ExpertsConfig(NamedTuple):
     num_stages: int
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, routes: Routes) -> None:
-    check_tensors(
-        Expected("x", x, (None, None), None),
-        Expected("weight", weight, (None, None, x.shape[1]), x.dtype, contiguous=True),
-    )
-    if weight.shape[1] % 2:
-        raise ValueError(f"weight must be [E, 2 * I, H], got {tuple(weight.shape)}")
+def _check(x: torch.Tensor, weights: ExpertWeights, routes: Routes, gating: Gating = SILU_GATING) -> None:
+    check_tensors(Expected("x", x, (None, None), None))
+    weights.check(x)
+    if weights.sizes[0] % 2:
+        raise ValueError(f"weight must have gates and ups, got {tuple(weights.weight.shape)}")
     check_routes(routes, len(x))
 
 
@@ -55,92 +109,142 @@ def check_routes(routes: Routes, num_rows: int) -> None:
     )
 
 
-def gate_up_unchecked(x: torch.Tensor, weight: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """``silu(gate) * up`` of pairs of a row and one of its experts.
+def gate_up_unchecked(x: torch.Tensor, weights: ExpertWeights, routes: Routes,
+                      gating: Gating = SILU_GATING) -> torch.Tensor:
+    """The gated product of pairs of a row and one of its experts.
 
     Args:
         x: ``[T, H]``; rows may be strided, the last dim is contiguous.
-        weight: ``[E, 2 * I, H]``, x's dtype, contiguous: of each expert gates, then ups.
+        weights: with N = 2 * I and K = H, of x's dtype, contiguous.
         routes: the experts of the T rows.
+        gating: where gates and ups lie in N, and how they become one.
 
     Returns:
-        ``[T * k, I]``, x's dtype, in the order of `Routes.order`. Both products are rounded to it, and ``silu(gate)``
-        as well, before the product of the two. Lines of pairs without an expert, at the end, are undefined.
+        ``[T * k, I]``, x's dtype, in the order of `Routes.order`. Products and each operation of the gating are rounded
+        to it. Lines of pairs without an expert are undefined.
 
     Raises:
         ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
-    return gate_up_triton(x, weight, routes) if x.is_cuda else gate_up_reference(x, weight, routes)
+    run = gate_up_triton if x.is_cuda else gate_up_reference
+    return run(x, weights, routes, gating)
 
 
 gate_up = checked(_check, gate_up_unchecked)
 
 
-def gate_up_reference(x: torch.Tensor, weight: torch.Tensor, routes: Routes) -> torch.Tensor:
+def gate_up_reference(x: torch.Tensor, weights: ExpertWeights, routes: Routes,
+                      gating: Gating = SILU_GATING) -> torch.Tensor:
     """:func:`gate_up` in plain torch; zeros where it is undefined."""
-    out = x.new_zeros(len(routes.order), weight.shape[1] // 2)
+    out = x.new_zeros(len(routes.order), weights.sizes[0] // 2)
     for expert, first, count in routes.groups.tolist():
         if expert >= 0:
             rows = routes.order[first : first + count].long() // routes.experts.shape[1]
-            out[first : first + count] = silu_mul_reference(F.linear(x[rows], weight[expert]))
+            out[first : first + count] = gating(weights.product(x[rows], expert))
     return out
 
 
 @jit()
+def expert_product(weight, bias, n, n_inside, x_at, is_real, dtype: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+                   TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The product of rows n of an expert's weight with rows of pointers x_at [TILE], in dtype: [BLOCK_N, TILE].
+
+    The weight's rows are the rows of the product. EVEN_N: all of them are inside.
+    """
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    k = tl.arange(0, BLOCK_K)
+    w_at = weight + (n[:, None] + k[None, :] * N if TRANSPOSED else n[:, None] * K + k[None, :])
+    x_at = x_at[None, :] + k[:, None]
+    step: tl.constexpr = N if TRANSPOSED else 1
+    acc = tl.zeros([n.shape[0], is_real.shape[0]], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k_inside = (start + k < K) | EVEN_K
+        w_mask = None if EVEN_N and EVEN_K else n_inside[:, None] & k_inside[None, :]
+        w = tl.load(w_at + start * step, mask=w_mask, other=None if EVEN_N and EVEN_K else 0.0)
+        rows = tl.load(x_at + start, mask=is_real[None, :] & k_inside[:, None], other=0.0)
+        acc = tl.dot(w, rows, acc, input_precision="ieee")
+    result = acc.to(dtype)
+    if HAS_BIAS:
+        added = tl.load(bias + n, mask=n_inside, other=0.0).to(tl.float32)
+        result = (result.to(tl.float32) + added[:, None]).to(dtype)
+    return result
+
+
+@jit()
+def _clamped_tile(gate, up, limit, alpha, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """gpt-oss' gating of float32 values that were rounded to dtype; NaN stays NaN."""
+    gate = tl.where(gate > limit, limit, gate).to(dtype).to(tl.float32)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)).to(dtype).to(tl.float32)
+    scaled = (gate * alpha).to(dtype).to(tl.float32)
+    if INTERPRETED:
+        above_one = 1.0 + tl.exp(-scaled)
+    else:
+        above_one = tl.extra.cuda.libdevice.add_rn(tl.extra.cuda.libdevice.exp(-scaled), 1.0)
+    sigmoid = tl.div_rn(tl.zeros_like(gate) + 1.0, above_one).to(dtype).to(tl.float32)
+    glu = (gate * sigmoid).to(dtype).to(tl.float32)
+    return ((up + 1.0).to(dtype).to(tl.float32) * glu).to(dtype)
+
+
+@jit()
 def _gate_up_kernel(
-    x, weight, order, groups, out, x_stride, WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
-    TILE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    x, weight, bias, order, groups, out, x_stride, limit, alpha, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    K: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    CLAMPED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Programs: by tile of an expert's rows, by block of columns of out, and by expert.
 
-    The weight's rows are the rows of the product: BLOCK_N / 2 gates and the ups that belong to them.
+    A block has the gates of BLOCK_N / 2 columns and the ups that belong to them.
     """
     after_previous_kernel(PDL)
     COLUMNS: tl.constexpr = BLOCK_N // 2
-    EVEN_K: tl.constexpr = WIDTH % BLOCK_K == 0
     EVEN_N: tl.constexpr = INNER % COLUMNS == 0
     group = groups + tl.program_id(2) * 3
     expert = tl.load(group)
     if expert >= 0:
         first, count = tl.load(group + 1), tl.load(group + 2)
         n_begin = tl.program_id(1) * COLUMNS
-        n, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-        of_expert = weight + expert.to(tl.int64) * (2 * INNER * WIDTH) + n_begin * WIDTH
-        w_at = of_expert + (n % COLUMNS + n // COLUMNS * INNER)[:, None] * WIDTH + k[None, :]
-        n_inside = n_begin + n % COLUMNS < INNER
+        n = tl.arange(0, BLOCK_N)
+        of_expert, bias_of_expert = weight + expert.to(tl.int64) * (2 * INNER * WIDTH), bias
+        if HAS_BIAS:
+            bias_of_expert += expert * (2 * INNER)
+        n_row = 2 * n_begin + n if INTERLEAVED else n_begin + n % COLUMNS + n // COLUMNS * INNER
+        n_inside = n_row < 2 * INNER if INTERLEAVED else n_begin + n % COLUMNS < INNER
         column = n_begin + tl.arange(0, COLUMNS)
+        dtype: tl.constexpr = out.dtype.element_ty
         for begin in range(tl.program_id(0) * TILE, count, PROGRAMS * TILE):
             row = begin + tl.arange(0, TILE)
             is_real = row < count
             token = tl.load(order + first + row, mask=is_real, other=0) // K
-            x_at = x + token.to(tl.int64)[None, :] * x_stride + k[:, None]
-            acc = tl.zeros([BLOCK_N, TILE], tl.float32)
-            for start in range(0, WIDTH, BLOCK_K):
-                k_inside = (start + k < WIDTH) | EVEN_K
-                w_mask = None if EVEN_N and EVEN_K else n_inside[:, None] & k_inside[None, :]
-                w = tl.load(w_at + start, mask=w_mask, other=None if EVEN_N and EVEN_K else 0.0)
-                rows = tl.load(x_at + start, mask=is_real[None, :] & k_inside[:, None], other=0.0)
-                acc = tl.dot(w, rows, acc, input_precision="ieee")
-            dtype: tl.constexpr = out.dtype.element_ty
-            gate, up = tl.split(tl.permute(tl.reshape(acc.to(dtype), [2, COLUMNS, TILE]), [1, 2, 0]))
-            result = silu_mul_tile(gate.to(tl.float32), up.to(tl.float32), dtype, INTERPRETED)
+            product = expert_product(of_expert, bias_of_expert, n_row, n_inside, x + token.to(tl.int64) * x_stride,
+                                     is_real, dtype, 2 * INNER, WIDTH, TRANSPOSED, HAS_BIAS, EVEN_N, BLOCK_K)
+            if INTERLEAVED:
+                gate, up = tl.split(tl.permute(tl.reshape(product, [COLUMNS, 2, TILE]), [0, 2, 1]))
+            else:
+                gate, up = tl.split(tl.permute(tl.reshape(product, [2, COLUMNS, TILE]), [1, 2, 0]))
+            gate, up = gate.to(tl.float32), up.to(tl.float32)
+            if CLAMPED:
+                result = _clamped_tile(gate, up, limit, alpha, dtype, INTERPRETED)
+            else:
+                result = silu_mul_tile(gate, up, dtype, INTERPRETED)
             at = (first + row).to(tl.int64)[None, :] * INNER + column[:, None]
             tl.store(out + at, result, mask=((column < INNER) | EVEN_N)[:, None] & is_real[None, :])
 
 
-def gate_up_triton(x: torch.Tensor, weight: torch.Tensor, routes: Routes,
+def gate_up_triton(x: torch.Tensor, weights: ExpertWeights, routes: Routes, gating: Gating = SILU_GATING,
                    config: ExpertsConfig | None = None) -> torch.Tensor:
     """:func:`gate_up` as one Triton launch."""
     require_triton()
-    (num_rows, width), inner, top_k = x.shape, weight.shape[1] // 2, routes.experts.shape[1]
+    (num_rows, width), inner, top_k = x.shape, weights.sizes[0] // 2, routes.experts.shape[1]
     out = torch.empty(num_rows * top_k, inner, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    config = config or fastest_config(num_rows, top_k, len(weight))
+    config = config or fastest_config(num_rows, top_k, len(weights.weight))
     with on_device_of(x):
         _gate_up_kernel[(config.programs, cdiv(inner, config.block_n // 2), len(routes.groups))](
-            x, weight, routes.order, routes.groups, out, x.stride(0), WIDTH=width, INNER=inner, K=top_k,
+            x, weights.weight, weights.bias, routes.order, routes.groups, out, x.stride(0), gating.limit or 0.0,
+            gating.alpha, WIDTH=width, INNER=inner, K=top_k, TRANSPOSED=weights.is_transposed,
+            HAS_BIAS=weights.bias is not None, INTERLEAVED=gating.is_interleaved, CLAMPED=gating.limit is not None,
             TILE=config.tile, PROGRAMS=config.programs, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
             INTERPRETED=triton.knobs.runtime.interpret, num_warps=config.num_warps, num_stages=config.num_stages,
             **pdl_options(x),
@@ -151,6 +255,8 @@ def gate_up_triton(x: torch.Tensor, weight: torch.Tensor, routes: Routes,
 def fastest_config(num_rows: int, top_k: int, num_experts: int) -> ExpertsConfig:
     """Return the configuration for so many rows, by times on an H100 at 1 to 256 rows of 8 of 128 experts."""
     mean = num_rows * top_k / num_experts
+    if mean > _MANY:
+        return ExpertsConfig(128, cdiv(int(2 * mean), 128), 128, 64, 8, 3)
     tile = 16 if mean <= 8 else 32 if mean <= 20 else 64
     programs = 1 if num_rows <= tile else 2
     # Both operands of 64 rows in tiles of 128 columns would not fit into the shared memory of smaller GPUs.

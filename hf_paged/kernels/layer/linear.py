@@ -154,8 +154,8 @@ def fastest_config(rows: int, outputs: int, width: int) -> GemvConfig | DotConfi
         if width < 2048:  # one turn of the loop, or two
             return GemvConfig(4, 4, 1)
         return GemvConfig(1 if outputs < 4096 else 2, 4, 2)
-    if rows <= 4 and outputs < 2048:  # too few tiles of 64 outputs, even with K split
-        return GemvConfig(2, 4, 2)
+    if rows == 4 and outputs < 2048:  # too few tiles of 64 outputs, even with K split
+        return GemvConfig(2, 4, 2)  # for 3 rows another kernel would be compiled, and no graph has 3
     if rows <= 32:
         if outputs <= 4096:  # fewer tiles than half the multiprocessors: K split makes four times as many
             return DotConfig(64, 128, 4, 4, 4)

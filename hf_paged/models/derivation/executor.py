@@ -16,9 +16,10 @@ from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN, EVAL_MODE, ON
 from hf_paged.guards.original_classes import of_model_class
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.snapshot import EXPERTS, experts_implementation
-from hf_paged.models.base import AttentionMask, KVSpec, PoolShape, StateShape
+from hf_paged.models.base import AttentionMask, KVSpec, PoolShape, StateShape, StepContext
 from hf_paged.models.derivation.rows_in_dtype import Precision, RowsIn
-from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights, plain_values
+from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights, plain_values, view_of
+from hf_paged.models.experts import ExpertForwards
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.parallel.layers import stock_class
 
@@ -77,11 +78,12 @@ class DerivedExecutor(ModelExecutor):
 
     def __init__(self, model: PreTrainedModel, *, outline: ModelOutline,
                  derive: Callable[[PreTrainedModel], ModelOutline | Reason],
-                 rows_in: Callable[[PreTrainedModel, Precision], RowsIn], **techniques: bool) -> None:
+                 rows_in: Callable[[PreTrainedModel, Precision], RowsIn], fused_kernels: bool = True,
+                 fused_experts: bool = True, **techniques: Any) -> None:
         """Run a model by its outline.
 
         ``derive`` makes the outline of the model as it is after a change; ``rows_in`` says what rows of a step do in a
-        precision.
+        precision; ``fused_experts``: whether kernels may compute experts.
         """
         self.outline, self._derive, self._rows_in = outline, derive, rows_in
         self._called = frozenset(path for path, kind in outline.classes.items() if kind in KNOWN_LAYERS)
@@ -92,6 +94,7 @@ class DerivedExecutor(ModelExecutor):
         self._pools = () if is_one_shape else tuple(shapes)
         self._masks = tuple(call.mask for call in outline.calls)
         super().__init__(model, outline.model_class, sys.modules[outline.model_class.__module__])
+        self._experts = ExpertForwards(self, is_wanted=fused_experts and fused_kernels)
         paths = (outline.body, *(call.module for call in outline.calls))
         # One path for each config: each step looks them up. A module that gets another config later does not call paged
         # attention, which `running` notices.
@@ -173,6 +176,23 @@ class DerivedExecutor(ModelExecutor):
                           remedy=ENABLE_AGAIN)
         self.outline = found
         return None
+
+    def prepare(self, max_model_len: int) -> None:
+        self._experts.prepare()
+
+    def drop_references(self) -> None:
+        super().drop_references()
+        self._experts.drop_references()
+
+    def why_not_experts(self, device: torch.device) -> str | None:
+        return self._experts.why_not(device)
+
+    def body_of_step(self, step: StepContext) -> nn.Module:
+        body = super().body_of_step(step)
+        if self.autocast is not None:
+            return body
+        forwards = self._experts.of_step(len(step.positions), step.row_lengths)
+        return view_of(body, forwards) if forwards else body
 
     def why_not_precision(self, autocast: torch.dtype | None) -> Reason | None:
         precision, rows = self._rows_under(autocast)

@@ -53,7 +53,7 @@ class RecurrentExecutor(DerivedExecutor):
         self._cast_states: dict[torch.dtype, tuple[StateShape, ...]] = {}  # by dtype of autocast
         self._wants_kernels = fused_kernels
         self._by_kernel: tuple[int, list[str]] | None = None  # for a structure of the model, paths within the decoder
-        super().__init__(*args, **options)
+        super().__init__(*args, fused_kernels=fused_kernels, **options)
 
     @property
     def whole_prompts(self) -> bool:  # type: ignore[override]
@@ -92,11 +92,9 @@ class RecurrentExecutor(DerivedExecutor):
         if self._by_kernel is None or self._by_kernel[0] != structure:
             why = self._why_not_kernels(self.kv_spec().device)
             self._by_kernel = structure, [path for path, reason in why.items() if reason is None]
-        for path in self._by_kernel[1]:
-            layer = decoder.get_submodule(path)
-            kind = next(kind for kind in _KERNELS if kind.handles(layer))
-            decoder = view_of(decoder, path.split("."), partial(kind.decode, layer))
-        return decoder
+        layers = [(path, decoder.get_submodule(path)) for path in self._by_kernel[1]]
+        return view_of(decoder, {path: partial(next(kind.decode for kind in _KERNELS if kind.handles(layer)), layer)
+                                 for path, layer in layers}) if layers else decoder
 
     def _why_not_kernels(self, device: torch.device) -> dict[str, str | None]:
         """Return why each layer with a state would run by its own module in decode steps on a device, or None, by its
@@ -109,6 +107,11 @@ class RecurrentExecutor(DerivedExecutor):
         elif self.autocast is not None:
             why = f"autocast to {self.autocast}"
         return {path: why or kind.misfit(layer, spec.states, spec.compute_dtype) for path, layer, kind in layers}
+
+    def why_not_experts(self, device: torch.device) -> str | None:
+        blocks = (module for module in self.decoder.modules() if module._modules.get("experts") is not None)
+        reasons = [super().why_not_experts(device), *("the model keeps recurrent states" for _ in blocks)]
+        return next((reason for reason in reasons if reason is not None), None)
 
     def why_not_kernels(self, device: torch.device) -> str | None:
         """Return why some layer with a state would run by its own module in decode steps on a device, or None."""

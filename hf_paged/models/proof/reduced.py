@@ -18,7 +18,7 @@ FEWEST_POSITIONS = 160
 # The size that a clone has, by the field's name. A size that is not named here makes the clone larger, not wrong.
 _SIZES = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "dim"), 64),
+    **dict.fromkeys(("hidden_size", "out_hidden_size", "n_embd", "d_model", "embed_dim", "dim"), 64),
     **dict.fromkeys(("embedding_size", "word_embed_proj_dim"), 32),
     **dict.fromkeys((
         "intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim",
@@ -149,12 +149,12 @@ def _shrink_rope(small: dict[str, Any]) -> None:
     ropes += [inner for rope in ropes for inner in rope.values() if isinstance(inner, dict)]
     size = small.get("head_dim") or small.get("hidden_size", HEADS * HEAD_SIZE) // HEADS
     for rope in ropes:
+        pairs = int(size * rope.get("partial_rotary_factor", small.get("partial_rotary_factor", 1.0))) // 2
         for field in ("short_factor", "long_factor"):
             if isinstance(rope.get(field), list):
-                rope[field] = rope[field][: int(size * small.get("partial_rotary_factor", 1.0)) // 2]
+                rope[field] = rope[field][:pairs]
         if isinstance(given := rope.get("mrope_section"), list):
-            share = rope.get("partial_rotary_factor", small.get("partial_rotary_factor", 1.0))
-            rope["mrope_section"] = _sections(int(size * share) // 2, given)
+            rope["mrope_section"] = _sections(pairs, given)
 
 
 def _sections(pairs: int, given: list[int]) -> list[int]:

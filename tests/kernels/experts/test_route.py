@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_paged.kernels.experts import route as module
 from hf_paged.kernels.experts.route import (
     RouterRule,
     RouterWeights,
+    grouped,
     num_arrivals,
-    ordered,
     route,
     route_reference,
     route_triton,
@@ -20,8 +21,9 @@ KINDS = {
     "softmax without norm": RouterRule("softmax", 3),
     "softmax in float32": RouterRule("softmax", 2, norm=True, keeps_float32=True),
     "topk_softmax": RouterRule("topk_softmax", 4),
-    "sigmoid": RouterRule("sigmoid", 4, norm=True, scaling=2.5),
-    "sigmoid in groups": RouterRule("sigmoid", 4, norm=True, scaling=1.5, num_groups=4, topk_group=2),
+    "sigmoid": RouterRule("sigmoid", 4, norm=True),
+    "sigmoid in groups": RouterRule("sigmoid", 4, norm=True, exact_logits=True, epsilon=1e-20, scaling=1.5,
+                                    num_groups=4, topk_group=2),
 }
 
 
@@ -42,7 +44,7 @@ def make(seed, rows, experts, width, dtype, rule, device="cpu", ties=False):
 
 def check_order(routes, num_experts):
     """Every pair with an expert is in the order once, in its expert's group, rows ascending."""
-    order, groups = ordered(routes.experts, num_experts)
+    order, groups = grouped(routes.experts, num_experts)
     assert torch.equal(routes.groups[:, 0], groups[:, 0])
     hit = groups[:, 0] >= 0
     assert torch.equal(routes.groups[hit], groups[hit])
@@ -55,7 +57,7 @@ def check_order(routes, num_experts):
 @pytest.mark.usefixtures("guarded_outputs")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "experts", "dtype"), [(1, 16, torch.float16), (20, 24, torch.float16),
-                                                        (70, 8, torch.float32)])
+                                                        (70, 8, torch.float32), (270, 40, torch.float16)])
 def test_kernel(kind, rows, experts, dtype):
     rule = KINDS[kind]
     x, router = make(rows, rows, experts, 144, dtype, rule)
@@ -72,6 +74,27 @@ def test_kernel(kind, rows, experts, dtype):
         torch.testing.assert_close(found.scores[same], expected.scores[same], **size)
         check_order(found, experts)
         assert not arrivals.any()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("rows", [2, 9, 16])
+def test_pairs_that_are_ordered_where_they_are_chosen(monkeypatch, rows):
+    monkeypatch.setattr(module, "ORDER_OF_FEW", "rows")
+    x, router = make(1, rows, 12, 32, torch.float16, KINDS["softmax"])
+    arrivals, lengths = torch.zeros(num_arrivals(), dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+    lengths[1] = 0
+    check_order(route_triton(x, router, KINDS["softmax"], arrivals, lengths), 12)
+    assert not arrivals.any()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("rows", [100, 300])
+def test_pairs_of_more_chunks_than_one_tile_holds(monkeypatch, rows):
+    monkeypatch.setattr(module, "_MOST_CHOICES", 32)
+    x, router = make(1, rows, 12, 32, torch.float16, KINDS["softmax"])
+    arrivals = torch.zeros(num_arrivals(), dtype=torch.int32)
+    check_order(route_triton(x, router, KINDS["softmax"], arrivals), 12)
+    assert not arrivals.any()
 
 
 @pytest.mark.interpreted
@@ -110,10 +133,11 @@ def test_padding_rows_have_no_experts():
     ({"rule": RouterRule("other", 2)}, "kind='other'"),
     ({"rule": RouterRule("softmax", 13)}, "the best 13"),
     ({"rule": RouterRule("sigmoid", 2, num_groups=5)}, "in 5 groups"),
-    ({"x": torch.zeros(300, 64)}, "300 rows"),
+    ({"x": torch.zeros(1, 64).expand(70000, 64)}, "70000 rows"),
     ({"x": torch.zeros(4, 32)}, "weight"),
     ({"lengths": torch.zeros(4)}, "lengths"),
     ({"arrivals": torch.zeros(17)}, "arrivals"),
+    ({"arrivals": torch.zeros(1, dtype=torch.int32)}, "1 counters"),
 ])
 def test_bad_arguments(change, message):
     given = {"x": torch.zeros(4, 64), "router": RouterWeights(torch.zeros(12, 64)), "rule": KINDS["softmax"],
