@@ -225,7 +225,11 @@ def _delta_net_kernel(
 def delta_net_triton(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: LayerStates, slots: torch.Tensor,
                      lengths: torch.Tensor | None = None, *, block: int = 32, num_warps: int = 4,
                      max_registers: int | None = 128) -> torch.Tensor:
-    """:func:`delta_net` as one Triton launch; ``block``: columns of a state in registers at a time."""
+    """:func:`delta_net` as one Triton launch; ``block``: columns of a state in registers at a time.
+
+    Of 16 to 64 columns, 32 are fastest on an H100: 224 us for 256 rows of 16 heads of 128 x 128, whose states torch
+    copies in 182 us.
+    """
     require_triton()
     (num_rows, heads, key_dim), (group, value_dim) = inputs.query.shape, inputs.value.shape[2:]
     out = inputs.query.new_empty(num_rows, heads * group * value_dim)
