@@ -447,7 +447,7 @@ MODELS = [
                     "Exaone4-0"),
     PackageMutation("models/derivation/executor.py", "if self.constants() == self.outline.constants and", "if",
                     DERIVED_TESTS, "does_not_describe"),
-    PackageMutation("models/executor.py", "_view(model, body.split(\".\"), lambda *args, **kwargs: output)", "model",
+    PackageMutation("models/executor.py", "module_view(model, body, lambda *args, **kwargs: output)", "model",
                     DERIVED_TESTS, "Cohere-0"),
     PackageMutation(RANK_PARTS, "if own not in (call, divided):", "if False:", RANK_PARTS_TESTS, "calls_that_are_not"),
     PackageMutation(RANK_PARTS, "if (worst := distance(found, logits)) >= TOLERANCE:",

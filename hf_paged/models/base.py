@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +102,18 @@ class LastTokens(NamedTuple):
     parts: Parts
 
 
+class FedTokens(NamedTuple):
+    """What the decoder of a step of T packed tokens is fed in place of ids and cache positions, of images for instance.
+
+    Attributes:
+        rows: by the name of the decoder's input, tokens [n] int64 in the step and their rows [n, ...].
+        positions: [A, T] int64, RoPE's positions of all tokens, for each axis; None: `StepContext.positions`.
+    """
+
+    rows: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    positions: torch.Tensor | None
+
+
 class StepContext(NamedTuple):
     """Step of T packed tokens as a model's layers use it: positions, cache slots, and attention over the pages.
 
@@ -114,6 +127,7 @@ class StepContext(NamedTuple):
         one_launch: whether one launch may compute all layers: no row reads KV that another row writes, and there are
             few enough rows for it to be faster.
         ends: the tokens whose result of the last layer is used; None if all tokens are.
+        fed: what is fed in place of ids; None if nothing is.
     """
 
     positions: torch.Tensor
@@ -124,6 +138,7 @@ class StepContext(NamedTuple):
     adapters: torch.Tensor | None = None
     one_launch: bool = False
     ends: LastTokens | None = None
+    fed: FedTokens | None = None
 
     @property
     def decode_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:

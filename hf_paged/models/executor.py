@@ -106,6 +106,7 @@ class ModelExecutor(ABC):
     calls_modules = True  # whether all modules run as they stand, on packed tokens
     has_states = False  # whether layers keep a recurrent state of each sequence (`models/recurrent`)
     whole_prompts = False  # whether layers take no state into a further chunk of a prompt
+    inner_decoder: str | None = None  # path of the decoder below `body` that takes vectors, of image-text models
     has_experts = True  # whether forwards may look up an implementation of experts
 
     def __init__(self, model: PreTrainedModel, model_class: Any, modeling: ModuleType) -> None:
@@ -377,8 +378,14 @@ class ModelExecutor(ABC):
         rows = self.adapter_rows(step.adapters)
         with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
               by_row(self._adapted, rows)):
-            result = final_states(self.decoder, input_ids, step.positions)
+            result = final_states(self.fed_decoder(step), input_ids, step.positions)
         return result if step.wanted is None else result[step.wanted]
+
+    def fed_decoder(self, step: StepContext) -> nn.Module:
+        """Return the decoder, or a view of it that feeds what a step has in place of ids."""
+        assert step.fed is None
+        decoder: nn.Module = self.decoder
+        return decoder
 
     def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """Compute logits [R, vocab_size] of [R, hidden_size], on every rank; ``adapters`` [R]: as in `StepContext`."""
@@ -550,10 +557,10 @@ def class_logits(model: Any, kind: type[nn.Module], body: str, hidden: torch.Ten
         body: path of the module whose output `kind.forward` takes the hidden states from.
     """
     output = _Output(last_hidden_state=hidden[None])
-    view, head = _view(model, body.split("."), lambda *args, **kwargs: output), model.get_output_embeddings()
+    view, head = module_view(model, body, lambda *args, **kwargs: output), model.get_output_embeddings()
     if type(head) is VocabParallelHead:
         path = next(name for name, module in model.named_children() if module is head)
-        view = _view(view, [path], head.own_columns)
+        view = module_view(view, path, head.own_columns)
     forward: Any = kind.forward
     # Gemma 4 compares the number of hidden states with that of the inputs.
     arguments = _accepted(kind, inputs_embeds=output.last_hidden_state, return_dict=True, **_QUIET)
@@ -576,13 +583,17 @@ def _names_taken(forward: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters)
 
 
-def _view(module: nn.Module, path: list[str], forward: Callable[..., Any]) -> nn.Module:
-    """Return a view of `module` whose submodule at `path` runs `forward`; for an empty path the view itself does."""
+def module_view(module: nn.Module, path: str, forward: Callable[..., Any]) -> nn.Module:
+    """Return a view of `module` whose submodule at `path` runs `forward`; for an empty path the view itself does.
+
+    What a forward sets on the view, or on a module between it and the submodule, is not set on the model's own.
+    """
     view = object.__new__(type(module))
     view.__dict__.update(vars(module))
     if path:
-        inner = _view(module.get_submodule(path[0]), path[1:], forward)
-        view.__dict__["_modules"] = {**module._modules, path[0]: inner}
+        name, _, rest = path.partition(".")
+        inner = module_view(module.get_submodule(name), rest, forward)
+        view.__dict__["_modules"] = {**module._modules, name: inner}
     else:
         view.__dict__["forward"] = forward
     return view

@@ -16,9 +16,10 @@ from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN, EVAL_MODE, ON
 from hf_paged.guards.original_classes import of_model_class
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.snapshot import EXPERTS, experts_implementation
-from hf_paged.models.base import AttentionMask, KVSpec, PoolShape, StateShape
+from hf_paged.models.base import AttentionMask, KVSpec, PoolShape, StateShape, StepContext
 from hf_paged.models.derivation.rows_in_dtype import Precision, RowsIn
 from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights, plain_values
+from hf_paged.models.images.decoder_inputs import decoder_below, feeding
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.parallel.layers import stock_class
 
@@ -92,6 +93,7 @@ class DerivedExecutor(ModelExecutor):
         self._pools = () if is_one_shape else tuple(shapes)
         self._masks = tuple(call.mask for call in outline.calls)
         super().__init__(model, outline.model_class, sys.modules[outline.model_class.__module__])
+        self.inner_decoder = decoder_below(self.model, outline.body, [call.module for call in outline.calls])
         paths = (outline.body, *(call.module for call in outline.calls))
         # One path for each config: each step looks them up. A module that gets another config later does not call paged
         # attention, which `running` notices.
@@ -100,6 +102,11 @@ class DerivedExecutor(ModelExecutor):
     @property
     def decoder(self) -> Any:
         return self.model.get_submodule(self.outline.body)
+
+    def fed_decoder(self, step: StepContext) -> nn.Module:
+        if step.fed is None or self.inner_decoder is None:
+            return super().fed_decoder(step)
+        return feeding(self.decoder, self.inner_decoder.removeprefix(f"{self.body}."), step.fed)
 
     @property
     def body(self) -> str:

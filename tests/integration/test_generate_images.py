@@ -1,0 +1,267 @@
+"""`model.generate` with images, as processors make its arguments, equals stock's and runs on the engine."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_calls import image_call, seeing_model
+from image_models import IMAGE, MODELS, WITH_STATES
+from support import (
+    assert_falls_back,
+    assert_idle,
+    assert_native_parity,
+    assert_same_tensor,
+    batch,
+    stock_copy,
+    stock_generate,
+)
+
+import hf_paged
+from hf_paged.engine.engine import Engine
+from hf_paged.models.images import recording
+from hf_paged.models.images.decoder_inputs import MASK
+from hf_paged.models.images.fed_prompt import DEEPSTACK, FedPrompt, FedRun
+from hf_paged.sampling.log_probs import RAW
+
+SPANS = ("gemma3", "gemma4")
+CORE = ("qwen2.5-vl", "qwen3-vl", "smolvlm")
+NATIVE = [name for name in MODELS if name not in (*WITH_STATES, *SPANS)]
+CASES = [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in NATIVE]
+ALL_CASES = [pytest.param(name, marks=pytest.mark.slow) for name in NATIVE]
+NEW = {"max_new_tokens": 6}
+SMALL_STEPS = {"max_num_batched_tokens": 5, "max_num_seqs": 4}
+ONE = [[5, "0", 6]]
+
+
+def ending_on_an_image(model):
+    call = image_call(model, [[4, "1"]])
+    return {name: value[:, :-1] if value.shape == call["input_ids"].shape else value for name, value in call.items()}
+
+
+def calls_of(model) -> dict[str, dict[str, Any]]:
+    return {
+        "one": image_call(model, ONE),
+        "none to four": image_call(model, [[5, "0", 6], [9], [2, "1", 3, "3", 4], ["1", 1, "1", "2", "0"]]),
+        "other pixels": image_call(model, [[5, "4", 6]]),
+        "another order": image_call(model, [[2, "3", 3, "1", 4]]),
+        "an image at the end": ending_on_an_image(model),
+        "text": image_call(model, [[9], [14]]),
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_call_equals_stocks(name):
+    """Chunks smaller than an image; twice, so that the second time the prefix cache has them."""
+    model = seeing_model(name)
+    calls = calls_of(model)
+    expected = {kind: stock_generate(model, **call, **NEW) for kind, call in calls.items()}
+    assert not torch.equal(expected["one"], expected["other pixels"])
+    hf_paged.enable(model, strict=True, **SMALL_STEPS)
+    for _ in range(2):
+        for kind, call in calls.items():
+            assert_native_parity(model, expected[kind], **call, **NEW)
+    assert hf_paged.get_engine(model).stats().prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_preempted_rows_are_fed_again(name):
+    model = seeing_model(name)
+    call = image_call(model, [[5, "0", 6], [4, "4", 3], [2, "8", 9]]) | {"max_new_tokens": 24}
+    expected = stock_generate(model, **call)
+    blocks = -(-expected.shape[1] // 16)
+    hf_paged.enable(model, strict=True, num_blocks=2 * blocks, block_size=16, enable_prefix_caching=False)
+    assert_native_parity(model, expected, **call)
+    assert hf_paged.get_engine(model).stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", *(case for case in ALL_CASES if case.values[0] != "qwen3-vl")])
+def test_rows_of_one_prompt_share_what_is_fed(name, monkeypatch):
+    model, specs = seeing_model(name), []
+    add = Engine.add
+    monkeypatch.setattr(Engine, "add", lambda *args: (specs.append(args[2]), add(*args))[1])
+    call = image_call(model, [[15, "0", 6]]) | {"do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    expected = stock_generate(model, **call, **NEW)
+    hf_paged.enable(model, strict=True)
+    assert_native_parity(model, expected, **call, **NEW)
+    assert hf_paged.get_engine(model).stats().prefix_cache_hits > 0
+    storages = {rows.data_ptr() for spec in specs for run in spec.fed.runs for rows in run.rows.values()}
+    assert len(specs) == 3 and len(storages) == len(specs[0].fed.runs[0].rows)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", *(case for case in ALL_CASES if case.values[0] != "qwen2.5-vl")])
+def test_log_probabilities_are_stocks(name, monkeypatch):
+    model, found = seeing_model(name), {}
+    add, advance = Engine.add, Engine.advance
+
+    def heard(self, *args, **kwargs):
+        outputs = advance(self, *args, **kwargs)
+        found.update((output.request_id, output.completion) for output in outputs[0] if output.completion)
+        return outputs
+
+    call = image_call(model, [[5, "0", 6], [2, "1", 3, "3", 4]])
+    stock = stock_copy(model).generate(**call, **NEW, output_logits=True, return_dict_in_generate=True)
+    hf_paged.enable(model, strict=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "add", lambda self, session, spec: add(self, session, spec.but(logprobs=RAW)))
+        patch.setattr(Engine, "advance", heard)
+        assert_same_tensor(model.generate(**call, **NEW), stock.sequences)
+    for row, completion in enumerate(found[key] for key in sorted(found)):
+        made = torch.stack([logits[row] for logits in stock.logits]).log_softmax(-1)
+        assert np.allclose(completion.logprobs, made[range(6), completion.token_ids], atol=1e-4)
+
+
+def test_beside_calls_of_another_thread():
+    model = seeing_model("qwen2.5-vl")
+    texts, images = batch([30, 9]) | {"max_new_tokens": 30}, image_call(model, [[5, "0", 6], [3, "1", 4]]) | NEW
+    expected = stock_generate(model, **texts), stock_generate(model, **images)
+    hf_paged.enable(model, strict=True, **SMALL_STEPS)
+    found: list[torch.Tensor] = []
+    beside = threading.Thread(target=lambda: found.append(model.generate(**texts)))
+    beside.start()
+    mixed = [model.generate(**images) for _ in range(3)]
+    beside.join(60)
+    assert all(torch.equal(one, expected[1]) for one in mixed) and torch.equal(found[0], expected[0])
+    assert_idle(model)
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3-vl"])
+def test_text_with_the_same_ids_never_hits_what_images_made(name):
+    model = seeing_model(name)
+    seen = image_call(model, [[20, "0", 20]])
+    blind = {key: value for key, value in seen.items() if key in ("input_ids", "attention_mask")}
+    expected = [stock_generate(model, **call, **NEW) for call in (seen, blind)]
+    assert not torch.equal(*expected)
+    for calls in ((0, 1, 0), (1, 0, 1)):
+        hf_paged.enable(model, strict=True, block_size=16)
+        for number in calls:
+            assert_native_parity(model, expected[number], **(seen, blind)[number], **NEW)
+        assert hf_paged.get_engine(model).stats().prefix_cache_hits == 16 + 32
+        hf_paged.disable(model)
+
+
+@pytest.mark.parametrize("options", [{"use_cache": False}, {"prompt_lookup_num_tokens": 3}], ids=["no cache", "drafts"])
+def test_options_that_make_no_difference(options):
+    """Drafts have the positions of their places, too."""
+    model = seeing_model("qwen2.5-vl")
+    text = list(range(20, 26))
+    call = image_call(model, [[text, "1", text * 3]])
+    call |= {"max_new_tokens": 30, "suppress_tokens": [IMAGE], "repetition_penalty": 0.2}
+    expected = stock_generate(model, **call, **options)
+    assert_native_parity(hf_paged.enable(model, strict=True), expected, **call, **options)
+    assert "use_cache" in options or hf_paged.get_engine(model).stats().num_accepted_draft_tokens > 0
+
+
+def test_a_turn_with_an_earlier_turn_as_prefix():
+    """Answers were computed at plain steps, so that the next turn hits them, too."""
+    model = hf_paged.enable(seeing_model("qwen2.5-vl"), strict=True)
+    first = image_call(model, [[5, "0", 6]])
+    answer = model.generate(**first, max_new_tokens=20)[0, first["input_ids"].shape[1]:].tolist()
+    second = image_call(model, [[first["input_ids"][0, 1:6].tolist(), "0", first["input_ids"][0, -6:].tolist(), answer,
+                                 3, "1", 2]])
+    before = hf_paged.get_engine(model).stats().prefix_cache_hits
+    assert_native_parity(model, **second, **NEW)
+    assert hf_paged.get_engine(model).stats().prefix_cache_hits - before == 32
+
+
+def test_weights_of_the_tower_that_change_between_calls():
+    model = seeing_model("qwen3-vl")
+    call = image_call(model, ONE) | NEW
+    hf_paged.enable(model, strict=True)
+    before = assert_native_parity(model, **call)
+    with torch.no_grad():
+        for weight in model.model.visual.parameters():
+            weight.mul_(1.2)
+    assert not torch.equal(assert_native_parity(model, **call), before)
+
+
+def test_a_call_that_stock_refuses():
+    """The engine goes on as if the call had not come."""
+    model = seeing_model("smolvlm")
+    call = image_call(model, ONE)
+    call["input_ids"][0, 8] = 7
+    with pytest.raises(ValueError) as stocks:
+        stock_generate(model, **call, **NEW)
+    hf_paged.enable(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hf_paged.FallbackWarning)
+        with pytest.raises(ValueError) as ours:
+            model.generate(**call, **NEW)
+    assert str(ours.value) == str(stocks.value)
+    assert_native_parity(model, **image_call(model, ONE), **NEW)
+
+
+def _without_positions(prompt):
+    return FedPrompt(prompt.runs, None)
+
+
+def _with_stocks_delta(prompt):
+    """One number for all axes, from the largest position, as `rope_deltas` has it."""
+    class Other(FedPrompt):
+        def positions_of(self, first, end):
+            axes, length = self.positions.shape
+            after = int(self.positions.max()) + 1 - length
+            later = np.tile(np.arange(max(first, length), end) + after, (axes, 1))
+            return np.concatenate([self.positions[:, first:end], later], 1)
+
+    return Other(prompt.runs, prompt.positions)
+
+
+def _without_adds(prompt):
+    runs = (FedRun(run.first, run.identity, {name: rows for name, rows in run.rows.items() if name != DEEPSTACK})
+            for run in prompt.runs)
+    return FedPrompt(tuple(runs), prompt.positions)
+
+
+@pytest.mark.parametrize(("name", "change", "call"), [
+    ("qwen2.5-vl", _without_positions, image_call), ("qwen3-vl", _without_positions, image_call),
+    ("qwen2.5-vl", _with_stocks_delta, lambda model, _: ending_on_an_image(model)),
+    ("qwen3-vl", _without_adds, image_call),
+], ids=["positions", "positions, interleaved", "delta", "deepstack"])
+def test_each_part_changes_tokens(name, change, call, monkeypatch):
+    """Controls: a call that leaves it out has other tokens, so the tests above would notice."""
+    model, add = seeing_model(name), Engine.add
+    inputs = call(model, [[5, "1", 6]]) | {"max_new_tokens": 16}
+    hf_paged.enable(model, strict=True)
+    expected = assert_native_parity(model, **inputs)
+    monkeypatch.setattr(Engine, "add", lambda self, session, spec: add(
+        self, session, spec.but(fed=change(spec.fed), cache_salt=b"another")))
+    assert not torch.equal(model.generate(**inputs), expected)
+
+
+def test_keys_without_what_was_fed_change_tokens(monkeypatch):
+    model = seeing_model("smolvlm")
+    one, other = image_call(model, [[5, "0", 20]]), image_call(model, [[5, "4", 20]])
+    expected = stock_generate(model, **other, **NEW)
+    monkeypatch.setattr(FedPrompt, "block_key", lambda *_: b"")
+    hf_paged.enable(model, strict=True)
+    model.generate(**one, **NEW)
+    assert not torch.equal(model.generate(**other, **NEW), expected)
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"return_dict_in_generate": True}, "the keys and values of prompts with images"),
+    ({"num_beams": 2}, "num_beams"),
+    ({"return_dict_in_generate": True, "output_logits": True, "use_cache": False}, "output_logits"),
+])
+def test_what_goes_to_stock_with_images(options, reason):
+    model = seeing_model("smolvlm")
+    assert_falls_back(model, reason, **image_call(model, ONE), **NEW, **options)
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    *(pytest.param(name, "images of a model whose tokens see later ones", marks=pytest.mark.slow) for name in SPANS),
+])
+def test_classes_that_go_to_stock_with_images(name, reason):
+    model = seeing_model(name)
+    assert_falls_back(model, reason, **image_call(model, ONE), **NEW)
+
+
+def test_images_of_a_decoder_that_gets_what_is_not_known(monkeypatch):
+    monkeypatch.setattr(recording, "_KNOWN", recording._KNOWN - {MASK})
+    model = seeing_model("qwen3-vl")
+    assert_falls_back(model, f"images of a model whose decoder is given {MASK}", **image_call(model, ONE), **NEW)
