@@ -200,8 +200,16 @@ class RequestChecks(LockedCore):
             return Reason("images of a model that keeps recurrent states", remedy=STAYS_IN_STOCK)
         if self.group.is_parallel or self.replica is not None:
             return Reason("images of a model that is sharded over several ranks", remedy=STAYS_IN_STOCK)
-        return record(executor.source, executor.inner_decoder, executor.body, executor.masks(), input_ids, lengths,
-                      model_kwargs, self._fed_contents)
+        found = record(executor.source, executor.inner_decoder, executor.body, executor.masks(), input_ids, lengths,
+                       model_kwargs, self._fed_contents)
+        if isinstance(found, Reason):
+            return found
+        at_once = max((prompt.longest_chunk for prompt in found if prompt is not None), default=1)
+        if at_once > (most := max(1, self.config.max_num_batched_tokens - self.config.max_num_seqs)):
+            return Reason("images of a model of which {} tokens see each other, and a step has room for {}", at_once,
+                          most,
+                          remedy="Calls with text alone run natively. Raise `PagedConfig.max_num_batched_tokens`.")
+        return found
 
     def stop_rule(self, spec: RequestSpec, prompt: list[int]) -> StopRule | None:
         """Return the rule for the stop strings and the time limit of a request; None if it has neither.

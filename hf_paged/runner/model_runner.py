@@ -120,7 +120,7 @@ class ModelRunner:
         self.reads = KVReads() if reads is None else reads
         self.attention = AttentionInputs(backend, spec, self.state, max_model_len)
         self.look_at_windows()
-        self._fed = FedRows()
+        self._fed = FedRows(block_size)
         self._stream: torch.cuda.Stream | None = None  # stream of the last step
         self._compiles = spec.device.type == "cuda"  # kernels of a step in parallel
         self._known_kinds: set[tuple[Any, ...]] = set()  # of steps over ranks, whose kernels are compiled

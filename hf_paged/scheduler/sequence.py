@@ -26,8 +26,11 @@ class FedContent(Protocol):
     """What a model is fed of a prompt besides its token ids."""
 
     def block_key(self, first: int, end: int) -> bytes:
-        """Return what keys and values of tokens `first` to `end` - 1 depend on besides the ids of the sequence; b"" if
-        on nothing."""
+        """Return what keys and values of tokens `first` to `end` - 1 depend on besides their ids and the tokens in
+        front; b"" if on nothing."""
+
+    def chunk_end(self, first: int, end: int) -> int:
+        """Return the last place up to `end` where a chunk from `first` on may end, else the first one behind it."""
 
 
 class Sequence:
@@ -104,6 +107,11 @@ class Sequence:
         """Return what a block of tokens `first` to `end` - 1 depends on besides the ids of the sequence."""
         key = b"" if self.fed is None else self.fed.block_key(first, end)
         return key if first else key + self.cache_key
+
+    def chunk_end(self, first: int, end: int) -> int:
+        """Return where a chunk of tokens from `first` on ends that is to end at `end`: earlier or, if tokens that see
+        each other would not fit, later."""
+        return end if self.fed is None else self.fed.chunk_end(first, end)
 
     @property
     def rank(self) -> tuple[int, int]:

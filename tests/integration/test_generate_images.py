@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import warnings
 from typing import Any
@@ -23,18 +24,21 @@ from support import (
 
 import hf_paged
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.session import Request, Session
 from hf_paged.models.images import recording
 from hf_paged.models.images.decoder_inputs import MASK
 from hf_paged.models.images.fed_prompt import DEEPSTACK, FedPrompt, FedRun
+from hf_paged.options.request_spec import RequestSpec
 from hf_paged.sampling.log_probs import RAW
 
-SPANS = ("gemma3", "gemma4")
-CORE = ("qwen2.5-vl", "qwen3-vl", "smolvlm")
-NATIVE = [name for name in MODELS if name not in (*WITH_STATES, *SPANS)]
+SPANS = ("gemma3", "gemma4")  # tokens of an image see each other
+CORE = ("qwen2.5-vl", "qwen3-vl", "smolvlm", "gemma3")
+NATIVE = [name for name in MODELS if name not in WITH_STATES]
 CASES = [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in NATIVE]
 ALL_CASES = [pytest.param(name, marks=pytest.mark.slow) for name in NATIVE]
 NEW = {"max_new_tokens": 6}
-SMALL_STEPS = {"max_num_batched_tokens": 5, "max_num_seqs": 4}
+# Chunks smaller than an image; of images whose tokens see each other, chunks that end in front of one.
+SMALL_STEPS, STEPS_OF_SPANS = ({"max_num_batched_tokens": tokens, "max_num_seqs": 4} for tokens in (5, 21))
 ONE = [[5, "0", 6]]
 
 
@@ -56,12 +60,12 @@ def calls_of(model) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_call_equals_stocks(name):
-    """Chunks smaller than an image; twice, so that the second time the prefix cache has them."""
+    """In small chunks; twice, so that the second time the prefix cache has them."""
     model = seeing_model(name)
     calls = calls_of(model)
     expected = {kind: stock_generate(model, **call, **NEW) for kind, call in calls.items()}
     assert not torch.equal(expected["one"], expected["other pixels"])
-    hf_paged.enable(model, strict=True, **SMALL_STEPS)
+    hf_paged.enable(model, strict=True, **STEPS_OF_SPANS if name in SPANS else SMALL_STEPS)
     for _ in range(2):
         for kind, call in calls.items():
             assert_native_parity(model, expected[kind], **call, **NEW)
@@ -196,7 +200,7 @@ def test_a_call_that_stock_refuses():
 
 
 def _without_positions(prompt):
-    return FedPrompt(prompt.runs, None)
+    return dataclasses.replace(prompt, positions=None)
 
 
 def _with_stocks_delta(prompt):
@@ -208,25 +212,38 @@ def _with_stocks_delta(prompt):
             later = np.tile(np.arange(max(first, length), end) + after, (axes, 1))
             return np.concatenate([self.positions[:, first:end], later], 1)
 
-    return Other(prompt.runs, prompt.positions)
+    return Other(prompt.ids, prompt.runs, prompt.positions)
+
+
+def _without_spans(prompt):
+    return dataclasses.replace(prompt, sights={})
+
+
+def _with_cut_spans(prompt):
+    class Other(FedPrompt):
+        def chunk_end(self, first, end):
+            return end
+
+    return Other(prompt.ids, prompt.runs, prompt.positions, prompt.sights)
 
 
 def _without_adds(prompt):
     runs = (FedRun(run.first, run.identity, {name: rows for name, rows in run.rows.items() if name != DEEPSTACK})
             for run in prompt.runs)
-    return FedPrompt(tuple(runs), prompt.positions)
+    return dataclasses.replace(prompt, runs=tuple(runs))
 
 
 @pytest.mark.parametrize(("name", "change", "call"), [
     ("qwen2.5-vl", _without_positions, image_call), ("qwen3-vl", _without_positions, image_call),
     ("qwen2.5-vl", _with_stocks_delta, lambda model, _: ending_on_an_image(model)),
-    ("qwen3-vl", _without_adds, image_call),
-], ids=["positions", "positions, interleaved", "delta", "deepstack"])
+    ("qwen3-vl", _without_adds, image_call), ("gemma3", _without_spans, image_call),
+    ("gemma3", _with_cut_spans, image_call),
+], ids=["positions", "positions, interleaved", "delta", "deepstack", "spans", "cuts"])
 def test_each_part_changes_tokens(name, change, call, monkeypatch):
     """Controls: a call that leaves it out has other tokens, so the tests above would notice."""
     model, add = seeing_model(name), Engine.add
-    inputs = call(model, [[5, "1", 6]]) | {"max_new_tokens": 16}
-    hf_paged.enable(model, strict=True)
+    inputs = call(model, [[12, "1", 6]]) | {"max_new_tokens": 16}
+    hf_paged.enable(model, strict=True, **STEPS_OF_SPANS)
     expected = assert_native_parity(model, **inputs)
     monkeypatch.setattr(Engine, "add", lambda self, session, spec: add(
         self, session, spec.but(fed=change(spec.fed), cache_salt=b"another")))
@@ -253,15 +270,20 @@ def test_what_goes_to_stock_with_images(options, reason):
     assert_falls_back(model, reason, **image_call(model, ONE), **NEW, **options)
 
 
-@pytest.mark.parametrize(("name", "reason"), [
-    *(pytest.param(name, "images of a model whose tokens see later ones", marks=pytest.mark.slow) for name in SPANS),
-])
-def test_classes_that_go_to_stock_with_images(name, reason):
-    model = seeing_model(name)
-    assert_falls_back(model, reason, **image_call(model, ONE), **NEW)
+def test_spans_that_no_step_has_room_for():
+    model = hf_paged.enable(seeing_model("gemma3"), max_num_batched_tokens=19, max_num_seqs=4)
+    with pytest.warns(hf_paged.FallbackWarning, match="16 tokens see each other, and a step has room for 15"):
+        model.generate(**image_call(model, ONE), **NEW)
 
 
 def test_images_of_a_decoder_that_gets_what_is_not_known(monkeypatch):
     monkeypatch.setattr(recording, "_KNOWN", recording._KNOWN - {MASK})
     model = seeing_model("qwen3-vl")
     assert_falls_back(model, f"images of a model whose decoder is given {MASK}", **image_call(model, ONE), **NEW)
+
+
+def test_a_request_that_starts_again_is_fed_the_same():
+    spec = RequestSpec(prompt=[1, 2], request_id="r", fed=FedPrompt([1, 2], ()))
+    request = Request.of(spec, Session(stream=True), vocab_size=9, max_model_len=9, on_weight_change="recompute")
+    request.restart([3])
+    assert request.sequence.fed is spec.fed

@@ -17,7 +17,7 @@ from hf_paged.models.base import AttentionMask
 from hf_paged.models.images.decoder_inputs import MASK, handed_over
 from hf_paged.models.images.fed_contents import FedContents
 from hf_paged.models.images.fed_prompt import DEEPSTACK, EMBEDS, PER_LAYER, FedPrompt, FedRun
-from hf_paged.models.images.masks import STAYS_IN_STOCK, why_not_mask
+from hf_paged.models.images.masks import STAYS_IN_STOCK, sights_of
 
 _BY_TOKEN = (EMBEDS, PER_LAYER)
 _KNOWN = frozenset({*_BY_TOKEN, DEEPSTACK, MASK, "position_ids", "attention_mask"})
@@ -48,14 +48,17 @@ def record(model: Any, path: str, body: str, masks: Sequence[AttentionMask], inp
              return_dict=True)
 
     given = handed_over(model, path, whole)
-    if (reason := _why_not(given, input_ids, lengths, masks)) is not None:
-        return reason
+    why = _why_not(given, input_ids, kwargs.get("position_ids"))
+    sights = why or sights_of(given.get("attention_mask"), lengths, masks)
+    if isinstance(sights, Reason):
+        return sights
     # As packed steps run it: for text alone.
     plain = handed_over(model, path, lambda view: view.get_submodule(body)(
         input_ids=input_ids, position_ids=_positions(given, input_ids)[-1], return_dict=True, use_cache=False))
     fed = _where_fed(given, plain)
     positions, deepstack = _positions(given, input_ids).cpu().numpy(), _deepstack(given)
     found: list[FedPrompt | None] = []
+    ids = input_ids.tolist()
     for row, (length, is_fed) in enumerate(zip(lengths, fed.cpu().numpy(), strict=True)):
         start, runs = input_ids.shape[1] - length, []
         for first, end in _runs(is_fed[start:]):
@@ -66,13 +69,18 @@ def record(model: Any, path: str, body: str, masks: Sequence[AttentionMask], inp
             runs.append(FedRun(first, *contents.find(rows)))
         own = positions[:, row, start:]
         is_plain = bool((own == np.arange(length)).all())
-        found.append(None if is_plain and not runs else FedPrompt(tuple(runs), None if is_plain else own))
+        if is_plain and not runs and not sights[row]:
+            found.append(None)
+        else:
+            found.append(FedPrompt(ids[row][start:], tuple(runs), None if is_plain else own, sights[row]))
     return found
 
 
-def _why_not(given: dict[str, Any], input_ids: torch.Tensor, lengths: Sequence[int],
-             masks: Sequence[AttentionMask]) -> Reason | None:
-    """Return what this file does not know of a decoder's inputs, or None."""
+def _why_not(given: dict[str, Any], input_ids: torch.Tensor, counted: torch.Tensor | None) -> Reason | None:
+    """Return what this file does not know of a decoder's inputs, or None.
+
+    ``counted``: the positions from which stock's `generate` goes on behind the prompt, if it has any.
+    """
     odd = [name for name, value in given.items() if value is not None and value is not False
            and name not in _KNOWN | _INERT and not (isinstance(value, int) and value == 0)]
     embeds, positions = given.get(EMBEDS), given.get("position_ids")
@@ -80,11 +88,20 @@ def _why_not(given: dict[str, Any], input_ids: torch.Tensor, lengths: Sequence[i
         odd.append("no vector for each token")
     if positions is not None and (positions.ndim not in (2, 3) or positions.shape[-1] != input_ids.shape[1]):
         odd.append(f"positions of shape {tuple(positions.shape)}")
+    elif positions is not None and not _goes_on(positions, counted):
+        odd.append("positions from which `generate` does not go on")
     if (given.get(DEEPSTACK) is None) != (given.get(MASK) is None):
         odd.append("what to add behind layers without places, or places alone")
     if odd:
         return Reason("images of a model whose decoder is given {}", odd[0], remedy=STAYS_IN_STOCK)
-    return why_not_mask(given.get("attention_mask"), lengths, masks)
+    return None
+
+
+def _goes_on(positions: torch.Tensor, counted: torch.Tensor | None) -> bool:
+    """Return whether a decoder's positions are those that `generate` counts on from, by one a token."""
+    if counted is None:  # those of the mask
+        return positions.ndim == 2
+    return positions.ndim == counted.ndim and bool((positions == counted.to(positions.device)).all())
 
 
 def _positions(given: dict[str, Any], input_ids: torch.Tensor) -> torch.Tensor:
