@@ -269,8 +269,7 @@ class ModelRunner:
 
         Only for a step without new rows: a new row's slot may be in use until the current tokens are sampled.
         """
-        if self.graphs is not None and not plan.admitted and plan.drafts is None and not (
-                self._fed.feeds(plan)):
+        if self.graphs is not None and not plan.admitted and plan.drafts is None:
             self._update_state(plan, [])
             self.graphs.prefetch_inputs(plan)
 
@@ -356,7 +355,7 @@ class ModelRunner:
         if plan.admitted:
             self._fed.admit(plan.admitted)
             self.state.admit([s.slot for s in plan.admitted], [s.known_ids() for s in plan.admitted],
-                             [s.block_table for s in plan.admitted], admitted)
+                             [s.block_table for s in plan.admitted], admitted, [s.fed for s in plan.admitted])
         self.state.update_blocks(*plan.block_updates)
 
     def follow_stream(self) -> None:

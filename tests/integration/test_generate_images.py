@@ -21,6 +21,7 @@ from support import (
     stock_copy,
     stock_generate,
 )
+from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.engine.engine import Engine
@@ -92,9 +93,10 @@ def test_rows_of_one_prompt_share_what_is_fed(name, monkeypatch):
     expected = stock_generate(model, **call, **NEW)
     hf_paged.enable(model, strict=True)
     assert_native_parity(model, expected, **call, **NEW)
-    assert hf_paged.get_engine(model).stats().prefix_cache_hits > 0
-    storages = {rows.data_ptr() for spec in specs for run in spec.fed.runs for rows in run.rows.values()}
-    assert len(specs) == 3 and len(storages) == len(specs[0].fed.runs[0].rows)
+    runs = [spec.fed.runs[0] for spec in specs]
+    contents = len({run.identity for run in runs})
+    assert len({rows.data_ptr() for run in runs for rows in run.rows.values()}) == contents * len(runs[0].rows)
+    assert len(runs) == 3 and (contents == 1 or name == "kimi-k2.5")  # whose tower in 5.17 rounds equal images unlike
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl", *(case for case in ALL_CASES if case.values[0] != "qwen2.5-vl")])
@@ -117,6 +119,18 @@ def test_log_probabilities_are_stocks(name, monkeypatch):
     for row, completion in enumerate(found[key] for key in sorted(found)):
         made = torch.stack([logits[row] for logits in stock.logits]).log_softmax(-1)
         assert np.allclose(completion.logprobs, made[range(6), completion.token_ids], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", pytest.param("internvl", marks=pytest.mark.slow)])
+def test_a_call_as_trl_makes_it(name):
+    """In train mode, with the image of a prompt once for each of its completions."""
+    model = seeing_model(name).train()
+    call = image_call(model, [[15, "0", 6]] * 3 + [[15, "4", 6]] * 3)
+    config = GenerationConfig(do_sample=False, suppress_tokens=[IMAGE], pad_token_id=0, max_new_tokens=6)
+    expected = stock_generate(model, **call, generation_config=config, disable_compile=True)
+    hf_paged.enable(model, strict=True)
+    assert_native_parity(model, expected, **call, generation_config=config, disable_compile=True)
+    assert model.training and hf_paged.get_engine(model).stats().prefix_cache_hits >= 4 * 16
 
 
 def test_beside_calls_of_another_thread():

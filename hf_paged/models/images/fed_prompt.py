@@ -68,6 +68,12 @@ class FedPrompt:
                 rows = {name: rows[start - run.first : stop - run.first] for name, rows in run.rows.items()}
                 yield FedPart(start, stop, rows)
 
+    @property
+    def offsets(self) -> np.ndarray | None:
+        """By how much RoPE's positions behind the prompt are above those of the cache [A]; None if they are the same.
+        """
+        return None if self.positions is None else self.positions[:, -1] - (self.positions.shape[1] - 1)
+
     def positions_of(self, first: int, end: int) -> np.ndarray | None:
         """Return RoPE's positions [A, n] of the tokens `first` to `end` - 1; None if they are `first`, `first` + 1, ...
 
@@ -76,7 +82,7 @@ class FedPrompt:
         if self.positions is None:
             return None
         length = self.positions.shape[1]
-        later = self.positions[:, -1:] + np.arange(max(first, length), end) - (length - 1)
+        later = np.arange(max(first, length), end) + self.positions[:, -1:] - (length - 1)
         return np.concatenate([self.positions[:, first:end], later], axis=1)
 
     def chunk_end(self, first: int, end: int) -> int:

@@ -31,13 +31,13 @@ class FedRows:
                 self._slots.add(sequence.slot)
 
     def feeds(self, plan: StepPlan) -> bool:
-        """Return whether `of` a step is not None: graphs hold no step that feeds anything."""
-        return any(fed.positions is not None or start < len(fed.ids) for _, fed, start, _, _ in self._rows(plan))
+        """Return whether a step feeds more than positions of decode rows, which are all that graphs feed."""
+        is_decode = plan.num_decode_rows == len(plan.slots)
+        return any(start < len(fed.ids) or (fed.positions is not None and not is_decode)
+                   for _, fed, start, _, _ in self._rows(plan))
 
     def of(self, plan: StepPlan, device: torch.device) -> FedTokens | None:
         """Return what the tokens of a step feed; None if ids and cache positions say it all."""
-        if not self.feeds(plan):
-            return None
         tokens: dict[str, list[np.ndarray]] = {}
         rows: dict[str, list[torch.Tensor]] = {}
         positions: np.ndarray | None = None
@@ -53,6 +53,8 @@ class FedRows:
                 positions[:, place : place + count] = own
             if fed.sights and (row := self._seen(sequence, fed, start, count, place, device)) is not None:
                 seen.append(row)
+        if not rows and positions is None and not seen:
+            return None
         found = {name: (upload(np.concatenate(tokens[name]), device), torch.cat(parts)) for name, parts in rows.items()}
         return FedTokens(found, None if positions is None else upload(positions, device), seen)
 
