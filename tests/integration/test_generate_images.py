@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from image_calls import image_call, seeing_model
-from image_models import IMAGE, MODELS, WITH_STATES
+from image_models import END, IMAGE, MODELS, START, VIDEO, WITH_STATES
 from support import (
     assert_falls_back,
     assert_idle,
@@ -172,6 +172,32 @@ def test_options_that_make_no_difference(options):
     expected = stock_generate(model, **call, **options)
     assert_native_parity(hf_paged.enable(model, strict=True), expected, **call, **options)
     assert "use_cache" in options or hf_paged.get_engine(model).stats().num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", pytest.param("qwen2-vl", marks=pytest.mark.slow)])
+def test_a_video_of_more_frames_than_rows(name):
+    """Its last position on one axis is above that of the others."""
+    model = seeing_model(name)
+    call = image_call(model, [[3, [START, *[VIDEO] * 24, END], 4, "1", 5]])
+    generator = torch.Generator().manual_seed(9)
+    call["mm_token_type_ids"] += 2 * (call["input_ids"] == VIDEO)
+    call |= {"video_grid_thw": torch.tensor([[6, 4, 4]]), "pixel_values_videos": torch.randn(
+        96, call["pixel_values"].shape[1], generator=generator)}
+    if name == "qwen2.5-vl":
+        call["second_per_grid_ts"] = torch.tensor([1.0])
+    assert_native_parity(hf_paged.enable(model, strict=True, **SMALL_STEPS), **call, **NEW)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", *(case for case in ALL_CASES if case.values[0] != "qwen3-vl")])
+def test_placeholders_that_are_generated(name):
+    """Behind a prompt they are tokens as others."""
+    model = seeing_model(name)
+    with torch.no_grad():
+        model.lm_head.weight[IMAGE] *= 6
+    call = image_call(model, ONE) | {"max_new_tokens": 12}
+    expected = stock_generate(model, **call)
+    assert IMAGE in expected[0, call["input_ids"].shape[1]:]
+    assert_native_parity(hf_paged.enable(model, strict=True), expected, **call)
 
 
 def test_a_turn_with_an_earlier_turn_as_prefix():
