@@ -17,6 +17,7 @@ from hf_paged.engine.structured.grammars import NO_TOKENIZER
 from hf_paged.engine.structured.matchers import XGrammar
 from hf_paged.engine.text import tokenizer_traits
 from hf_paged.errors import Reason, UnsupportedModelError
+from hf_paged.guards.replaced_forwards import autocast_of_call
 from hf_paged.models.eligibility import why_not_native, why_not_subclass
 from hf_paged.models.images.fed_contents import FedContents
 from hf_paged.models.images.fed_prompt import FedPrompt
@@ -200,8 +201,11 @@ class RequestChecks(LockedCore):
             return Reason("images of a model that keeps recurrent states", remedy=STAYS_IN_STOCK)
         if self.group.is_parallel or self.replica is not None:
             return Reason("images of a model that is sharded over several ranks", remedy=STAYS_IN_STOCK)
-        found = record(executor.source, executor.inner_decoder, executor.body, executor.masks(), input_ids, lengths,
-                       model_kwargs, self._fed_contents)
+        # Views run without the wrappers of the model's forward.
+        model, cast = executor.source, autocast_of_call(executor.source)
+        with torch.autocast(model.device.type, cast, enabled=cast is not None, cache_enabled=False):
+            found = record(model, executor.inner_decoder, executor.body, executor.masks(), input_ids, lengths,
+                           model_kwargs, self._fed_contents)
         if isinstance(found, Reason):
             return found
         at_once = max((prompt.longest_chunk for prompt in found if prompt is not None), default=1)

@@ -586,11 +586,13 @@ def _names_taken(forward: Callable[..., Any]) -> frozenset[str] | None:
 def module_view(module: nn.Module, path: str, forward: Callable[..., Any]) -> nn.Module:
     """Return a view of `module` whose submodule at `path` runs `forward`; for an empty path the view itself does.
 
-    What a forward sets on the view, or on a module between it and the submodule, is not set on the model's own.
+    The view, and views of modules between it and the submodule, run their classes' own forwards: one on an instance is
+    bound to the module itself. What a forward sets on a view is not set on the module.
     """
     view = object.__new__(type(module))
     view.__dict__.update(vars(module))
     if path:
+        view.__dict__.pop("forward", None)
         name, _, rest = path.partition(".")
         inner = module_view(module.get_submodule(name), rest, forward)
         view.__dict__["_modules"] = {**module._modules, name: inner}

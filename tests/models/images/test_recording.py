@@ -126,8 +126,20 @@ def test_what_makes_no_difference():
     assert isinstance(made(Model(), counted=None, position_ids=COUNTED), list)
 
 
-def test_a_forward_that_does_not_come_to_its_decoder():
+@torch.no_grad()
+def test_a_wrapper_of_the_forward_on_the_instance_is_not_run():
+    """As accelerate's: it is bound to the model itself, whose decoder computes."""
     model = Model()
-    model.model.forward = lambda **inputs: None
+    model.forward, model.model.forward = model.forward, model.model.forward
+    assert isinstance(made(model)[0], FedPrompt)
+
+
+def test_a_forward_that_does_not_come_to_its_decoder():
+    class Silent(Body):
+        def forward(self, **inputs: Any) -> None:
+            pass
+
+    model = Model()
+    model.model = Silent()
     with pytest.raises(LookupError, match=r"does not call model\.decoder"):
         made(model)
