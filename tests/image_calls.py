@@ -10,7 +10,7 @@ import torch
 from image_models import END, IMAGE, START, image_model
 from transformers import PreTrainedModel
 
-PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "kimi_k25")
+PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "kimi_k25")
 _PADDED, _TILED, _SIZED = ("smolvlm", "idefics3"), ("llava_next", "llava_onevision"), ("mistral3",)
 Part = int | str | list[int]
 

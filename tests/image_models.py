@@ -65,6 +65,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
                         {"image_token_index": IMAGE, "video_token_index": VIDEO, **_TILES}),
     "llava": ("Llava", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE}),
     "llava-next": ("LlavaNext", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE, **_TILES}),
+    "qwen3-vl-moe": ("Qwen3VLMoe", EXPERTS | _axes([4, 2, 2], mrope_interleaved=True), _GRID | {
+        "depth": 3, "out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+    }, _IDS | _STARTS),
+    "vip-llava": ("VipLlava", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE,
+                                                              "vision_feature_layers": [-1, -2]}),
+    "cohere2-vision": ("Cohere2Vision", {"model_type": "cohere2", "sliding_window": 20}, _SQUARE | {
+        "model_type": "siglip_vision_model"}, {"image_token_id": IMAGE}),
+    "deepseek-vl": ("DeepseekVL", {"model_type": "llama"}, _SQUARE | {"model_type": "siglip_vision_model"},
+                    {"image_token_id": IMAGE}),
     "mistral3": ("Mistral3", {"model_type": "mistral", "sliding_window": None}, _TOWER | {
         "model_type": "pixtral", "image_size": 32, "patch_size": 4, "head_dim": 8}, {"image_token_index": IMAGE}),
     "gemma3": ("Gemma3", {"query_pre_attn_scalar": 16, "sliding_window": 20, "layer_types": [
