@@ -15,9 +15,10 @@ _PADDED, _TILED, _SIZED = ("smolvlm", "idefics3"), ("llava_next", "llava_onevisi
 Part = int | str | list[int]
 
 
-def seeing_model(name: str) -> PreTrainedModel:
-    """Return the model of this name with weights with which each of its images changes the tokens."""
-    model: Any = image_model(name)
+def seeing_model(name: str, **text: Any) -> PreTrainedModel:
+    """Return the model of this name with weights with which each of its images changes the tokens; ``text``: settings
+    of its text."""
+    model: Any = image_model(name, **text)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(7)
         for key, weight in model.named_parameters():

@@ -85,10 +85,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 WITH_STATES = ("qwen3.5", "qwen3.5-moe", "lfm2-vl")
 
 
-def image_model(name: str) -> PreTrainedModel:
+def image_model(name: str, **changed: Any) -> PreTrainedModel:
+    """Return the model of this name; ``changed``: settings of its text."""
     prefix, text, tower, further = MODELS[name]
     config = getattr(transformers, f"{prefix}Config")(
-        text_config=SHAPE | text, vision_config=tower, tie_word_embeddings=False, **further)
+        text_config=SHAPE | text | changed, vision_config=tower, tie_word_embeddings=False, **further)
     model = make_random(getattr(transformers, f"{prefix}ForConditionalGeneration"), config)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
     return model

@@ -189,8 +189,8 @@ class RequestChecks(LockedCore):
         reasons = (self._executor.why_not_adapter(name) for name in dict.fromkeys(names))
         return next(filter(None, reasons), None) or list(names)
 
-    def recorded_images(self, input_ids: torch.Tensor, lengths: list[int],
-                        model_kwargs: Mapping[str, Any]) -> list[FedPrompt | None] | Reason:
+    def recorded_images(self, input_ids: torch.Tensor, lengths: list[int], model_kwargs: Mapping[str, Any],
+                        max_new_tokens: int) -> list[FedPrompt | None] | Reason:
         """Return what the model's own code makes of the images of a call, for each row (see `record`), or the reason
         why stock has to run it."""
         executor = self._executor
@@ -208,6 +208,10 @@ class RequestChecks(LockedCore):
                            model_kwargs, self._fed_contents)
         if isinstance(found, Reason):
             return found
+        # Positions of a video may be farther apart than its tokens, and a proof ends at a position.
+        longest = max_new_tokens + max((prompt.num_positions for prompt in found if prompt is not None), default=0)
+        if executor.max_length(longest) < longest:
+            return executor.why_limited(longest, max_new_tokens)
         at_once = max((prompt.longest_chunk for prompt in found if prompt is not None), default=1)
         if at_once > (most := max(1, self.config.max_num_batched_tokens - self.config.max_num_seqs)):
             return Reason("images of a model of which {} tokens see each other, and a step has room for {}", at_once,

@@ -262,7 +262,10 @@ def _recognise(engine: Engine, model: Any, inputs: DecodingInputs) -> list[Reque
     if returns_cache and with_images:
         return Reason("the keys and values of prompts with images",
                       remedy="`return_dict_in_generate` also returns a cache, which is made of ids alone. Leave the "
-                             "option out, or give `use_cache=False`.")
+                             "option out.")
+    if with_images and config.use_cache is False:
+        return Reason("use_cache=False with images, which stock hands in again for each token",
+                      remedy="Leave the option out.")
     if returns_cache and (engine.group.is_parallel or engine.replica is not None):
         return Reason("the keys and values of a model that is sharded over several ranks",
                       remedy="`return_dict_in_generate` also returns a cache, which no rank has alone. Leave the "
@@ -306,7 +309,7 @@ def _recognise(engine: Engine, model: Any, inputs: DecodingInputs) -> list[Reque
         spec = spec.but(edits=replace(spec.edits, forced_bos_token_id=None))
     fed: list[Any] | Reason = [None] * len(prompts)
     if with_images:
-        fed = engine.recorded_images(input_ids, list(map(len, prompts)), inputs.model_kwargs)
+        fed = engine.recorded_images(input_ids, list(map(len, prompts)), inputs.model_kwargs, spec.max_new_tokens)
         if isinstance(fed, Reason):
             return fed
     # Stock's repetition penalty also penalises padding, unless it ignores the prompt.

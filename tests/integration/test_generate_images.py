@@ -162,16 +162,14 @@ def test_text_with_the_same_ids_never_hits_what_images_made(name):
         hf_paged.disable(model)
 
 
-@pytest.mark.parametrize("options", [{"use_cache": False}, {"prompt_lookup_num_tokens": 3}], ids=["no cache", "drafts"])
-def test_options_that_make_no_difference(options):
-    """Drafts have the positions of their places, too."""
+def test_drafts_have_the_positions_of_their_places():
     model = seeing_model("qwen2.5-vl")
     text = list(range(20, 26))
     call = image_call(model, [[text, "1", text * 3]])
-    call |= {"max_new_tokens": 30, "suppress_tokens": [IMAGE], "repetition_penalty": 0.2}
-    expected = stock_generate(model, **call, **options)
-    assert_native_parity(hf_paged.enable(model, strict=True), expected, **call, **options)
-    assert "use_cache" in options or hf_paged.get_engine(model).stats().num_accepted_draft_tokens > 0
+    call |= {"max_new_tokens": 30, "suppress_tokens": [IMAGE], "repetition_penalty": 0.2, "prompt_lookup_num_tokens": 3}
+    expected = stock_generate(model, **call)
+    assert_native_parity(hf_paged.enable(model, strict=True), expected, **call)
+    assert hf_paged.get_engine(model).stats().num_accepted_draft_tokens > 0
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl", pytest.param("qwen2-vl", marks=pytest.mark.slow)])
@@ -303,11 +301,37 @@ def test_keys_without_what_was_fed_change_tokens(monkeypatch):
 @pytest.mark.parametrize(("options", "reason"), [
     ({"return_dict_in_generate": True}, "the keys and values of prompts with images"),
     ({"num_beams": 2}, "num_beams"),
+    ({"use_cache": False}, "use_cache=False with images"),
     ({"return_dict_in_generate": True, "output_logits": True, "use_cache": False}, "output_logits"),
 ])
 def test_what_goes_to_stock_with_images(options, reason):
     model = seeing_model("smolvlm")
     assert_falls_back(model, reason, **image_call(model, ONE), **NEW, **options)
+
+
+def test_positions_on_other_axes_than_generate_makes():
+    """Stock takes them, too; the offsets of slots have one number of axes."""
+    model = seeing_model("qwen2.5-vl")
+    call = image_call(model, ONE)
+    positions, _ = model.model.get_rope_index(**{name: value for name, value in call.items() if name != "pixel_values"})
+    expected = stock_generate(model, **call, **NEW)
+    hf_paged.enable(model)
+    with pytest.warns(hf_paged.FallbackWarning, match="position_ids of shape"):
+        assert_same_tensor(model.generate(**call, position_ids=positions, **NEW), expected)
+    assert_native_parity(model, expected, **call, **NEW)
+
+
+def test_positions_beyond_the_tokens_count_for_frequencies_that_depend_on_the_longest_row():
+    """A text call behind one with such positions once hit its blocks."""
+    rope = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}
+    model = seeing_model("llava", **rope, max_position_embeddings=128)
+    call = image_call(model, [[20, "0", 6]])
+    near, far = (torch.arange(call["input_ids"].shape[1])[None] + start for start in (3, 300))
+    expected = {start: stock_generate(model, **call, position_ids=at, **NEW) for start, at in ((3, near), (300, far))}
+    hf_paged.enable(model)
+    with pytest.warns(hf_paged.FallbackWarning, match="end at 128"):
+        assert_same_tensor(model.generate(**call, position_ids=far, **NEW), expected[300])
+    assert_native_parity(model, expected[3], **call, position_ids=near, **NEW)
 
 
 def test_spans_that_no_step_has_room_for():

@@ -74,6 +74,11 @@ class FedPrompt:
         """
         return None if self.positions is None else self.positions[:, -1] - (self.positions.shape[1] - 1)
 
+    @property
+    def num_positions(self) -> int:
+        """One more than the largest position of RoPE."""
+        return len(self.ids) if self.positions is None else int(self.positions.max()) + 1
+
     def positions_of(self, first: int, end: int) -> np.ndarray | None:
         """Return RoPE's positions [A, n] of the tokens `first` to `end` - 1; None if they are `first`, `first` + 1, ...
 
