@@ -1,19 +1,20 @@
-"""Tiny random image-text models, and calls of them with one image."""
+"""Tiny random image-text models."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import transformers
 from family_models import SHAPE, make_random
 from recurrent_models import CONV, DELTA, EXPERTS
-from support import VOCAB, random_prompts
+from support import VOCAB
 from transformers import PreTrainedModel
 
 IMAGE, VIDEO, START, END = VOCAB - 1, VOCAB - 2, VOCAB - 3, VOCAB - 4
 _TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 _SQUARE = _TOWER | {"image_size": 16, "patch_size": 4}
+_CLIP = _SQUARE | {"model_type": "clip_vision_model", "projection_dim": 16}
+_TILES = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
 _IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 _STARTS = {"vision_start_token_id": START, "vision_end_token_id": END}
 _GRID = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
@@ -61,35 +62,34 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "aya-vision": ("AyaVision", {"model_type": "cohere2", "sliding_window": 20}, _SQUARE | {
         "model_type": "siglip_vision_model"}, {"image_token_index": IMAGE}),
     "llava-onevision": ("LlavaOnevision", {"model_type": "qwen2"}, _SQUARE | {"model_type": "siglip_vision_model"},
-                        {"image_token_index": IMAGE, "video_token_index": VIDEO}),
+                        {"image_token_index": IMAGE, "video_token_index": VIDEO, **_TILES}),
+    "llava": ("Llava", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE}),
+    "llava-next": ("LlavaNext", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE, **_TILES}),
+    "qwen3-vl-moe": ("Qwen3VLMoe", EXPERTS | _axes([4, 2, 2], mrope_interleaved=True), _GRID | {
+        "depth": 3, "out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+    }, _IDS | _STARTS),
+    "vip-llava": ("VipLlava", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE,
+                                                              "vision_feature_layers": [-1, -2]}),
+    "cohere2-vision": ("Cohere2Vision", {"model_type": "cohere2", "sliding_window": 20}, _SQUARE | {
+        "model_type": "siglip_vision_model"}, {"image_token_id": IMAGE}),
+    "deepseek-vl": ("DeepseekVL", {"model_type": "llama"}, _SQUARE | {"model_type": "siglip_vision_model"},
+                    {"image_token_id": IMAGE}),
+    "mistral3": ("Mistral3", {"model_type": "mistral", "sliding_window": None}, _TOWER | {
+        "model_type": "pixtral", "image_size": 32, "patch_size": 4, "head_dim": 8}, {"image_token_index": IMAGE}),
+    "gemma3": ("Gemma3", {"query_pre_attn_scalar": 16, "sliding_window": 20, "layer_types": [
+        "sliding_attention", "full_attention"]}, _SQUARE | {"model_type": "siglip_vision_model",
+                                                            "vision_use_head": False},
+               {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END,
+                "mm_tokens_per_image": 16}),
 }
 WITH_STATES = ("qwen3.5", "qwen3.5-moe", "lfm2-vl")
-GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5")  # towers that take patches and their numbers
 
 
-def image_model(name: str) -> PreTrainedModel:
+def image_model(name: str, **changed: Any) -> PreTrainedModel:
+    """Return the model of this name; ``changed``: settings of its text."""
     prefix, text, tower, further = MODELS[name]
     config = getattr(transformers, f"{prefix}Config")(
-        text_config=SHAPE | text, vision_config=tower, tie_word_embeddings=False, **further)
+        text_config=SHAPE | text | changed, vision_config=tower, tie_word_embeddings=False, **further)
     model = make_random(getattr(transformers, f"{prefix}ForConditionalGeneration"), config)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
     return model
-
-
-def with_image(name: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the arguments of a call whose prompt of one row has an image."""
-    generator = torch.Generator().manual_seed(3)
-    if name in GRIDS:
-        tower = model.config.vision_config
-        channels = getattr(tower, "in_channels", 3)
-        pixels = {"pixel_values": torch.randn(32, channels * tower.temporal_patch_size * 16, generator=generator),
-                  "image_grid_thw": torch.tensor([[1, 4, 8]])}
-        tokens = 8
-    else:
-        pixels, tokens = {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator)}, 4
-    prompt = [*random_prompts([9], vocab_size=200)[0], START, *[IMAGE] * tokens, END, 7]
-    ids = torch.tensor([prompt])
-    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
-    if name in GRIDS:
-        found["mm_token_type_ids"] = (ids == IMAGE).long()
-    return found

@@ -34,12 +34,8 @@ MUTATIONS = [
              "block.parent_id == parent_id and block.generation >= ", (3,)),
     Mutation(POOL, "block.content == content and block.parent_id == parent_id and block.generation >= ",
              "block.content == content and block.generation >= ", (3,)),
-    Mutation(MANAGER, """                content += seq.cache_key
-            seq.prefix_digest""", """                content += b""
-            seq.prefix_digest""", (3,)),
-    Mutation(MANAGER, """                content += seq.cache_key
-            digest""", """                content += b""
-            digest""", (3,)),
+    Mutation(MANAGER, " + seq.block_key(i * size, (i + 1) * size)\n", "\n", (3,)),
+    Mutation(MANAGER, "            content += seq.block_key(i * size, (i + 1) * size)\n", "", (3,)),
     Mutation(MANAGER, "            parent_id = block.prefix_id\n", "", (4,)),
     Mutation(MANAGER, """            if block is None:
                 break

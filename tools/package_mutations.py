@@ -51,6 +51,10 @@ RANK_PARTS, RANK_PARTS_TESTS = "models/derivation/over_ranks.py", "models/deriva
 GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generic_eligibility.py"
 KERNELS, KERNEL_TESTS = "guards/replaced_forwards.py", "guards/test_hub_kernels.py"
 WRAPPER_TESTS = "models/test_wrappers.py"
+IMAGES = "models/images"
+IMAGE_TESTS = "integration/test_generate_images.py"
+FED_PROMPT_TESTS, FED_CONTENTS_TESTS, RECORDING_TESTS, MASK_TESTS = (
+    f"{IMAGES}/test_{name}.py" for name in ("fed_prompt", "fed_contents", "recording", "masks"))
 
 PLACE, PLACE_TESTS = "parallel/checkpoint.py", "parallel/test_checkpoint.py"
 IN_UPDATE_TESTS = "engine/test_calls_in_updates.py"
@@ -439,6 +443,23 @@ JOINED = [
     PackageMutation(FACTS, "or self._parameter_kinds != _parameter_kinds(namespaces):", "or False:", FACTS_TESTS,
                     "leaves_out"),
     PackageMutation(FACTS, "if values != getter(namespace):", "if False:", FACTS_TESTS, "quick_comparison_gives"),
+]
+
+# Prompts with images.
+IMAGE_PROMPTS = [
+    PackageMutation(f"{IMAGES}/fed_prompt.py", "last = self._end_of_seen(first, end)", "last = end", FED_PROMPT_TESTS,
+                    "see_later_ones"),
+    PackageMutation(f"{IMAGES}/fed_contents.py",
+                    "if all(torch.equal(held.rows[name], part) for name, part in rows.items()):", "if True:",
+                    FED_CONTENTS_TESTS, "not_believed"),
+    PackageMutation(f"{IMAGES}/recording.py", "fed |= visual.to(fed.device)", "pass", RECORDING_TESTS, "adds_belong"),
+    PackageMutation(f"{IMAGES}/masks.py", " if np.array_equal(again, allowed) else None", "", MASK_TESTS,
+                    "no_interval"),
+    PackageMutation(f"{IMAGES}/decoder_inputs.py", "if fed.positions is not None:", "if False:", IMAGE_TESTS,
+                    "each_call and qwen2.5"),
+    PackageMutation("models/base.py", "if self.fed is not None and self.fed.seen:", "if False:", IMAGE_TESTS,
+                    "each_call and gemma3"),
+    PackageMutation("engine/session.py", "            fed=old.fed,\n", "", IMAGE_TESTS, "starts_again"),
 ]
 
 # Families, image-text models and kernels of the Hub.

@@ -114,7 +114,8 @@ class PreparedModel(EngineState):
             self._executor.refresh(self._guard.latest)
         if caching:
             sequences = [*(request.sequence for request in self.requests.values()), *arrivals]
-            if any(manager.has_older_hit(s.ids_between(0, manager.block_size), s.cache_key) for s in sequences):
+            size = manager.block_size
+            if any(manager.has_older_hit(s.ids_between(0, size), s.block_key(0, size)) for s in sequences):
                 self._guard.verify(manager.block_pool)
 
     def _refresh_copies(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,7 +17,11 @@ from hf_paged.engine.structured.grammars import NO_TOKENIZER
 from hf_paged.engine.structured.matchers import XGrammar
 from hf_paged.engine.text import tokenizer_traits
 from hf_paged.errors import Reason, UnsupportedModelError
+from hf_paged.guards.replaced_forwards import autocast_of_call
 from hf_paged.models.eligibility import why_not_native, why_not_subclass
+from hf_paged.models.images.fed_contents import FedContents
+from hf_paged.models.images.fed_prompt import FedPrompt
+from hf_paged.models.images.recording import STAYS_IN_STOCK, record
 from hf_paged.options.arguments import token_id_lists, token_ids
 from hf_paged.options.prompts import check_output
 from hf_paged.options.request_spec import RequestSpec
@@ -36,6 +41,7 @@ class RequestChecks(LockedCore):
         super().__init__(model, config, tokenizer, owns_device=owns_device)
         # Of the last request, since most calls repeat the same strings: what the criterion was made from; references,
         # so that its ids stay those of these objects; and the criterion, which takes long to make.
+        self._fed_contents = FedContents()
         self._stop_strings: tuple[tuple, tuple, StopStringCriteria] | None = None
 
     def class_reason(self) -> Reason | None:
@@ -182,6 +188,36 @@ class RequestChecks(LockedCore):
                           remedy="Give a name for each row: with num_return_sequences=n, n times that of each prompt.")
         reasons = (self._executor.why_not_adapter(name) for name in dict.fromkeys(names))
         return next(filter(None, reasons), None) or list(names)
+
+    def recorded_images(self, input_ids: torch.Tensor, lengths: list[int], model_kwargs: Mapping[str, Any],
+                        max_new_tokens: int) -> list[FedPrompt | None] | Reason:
+        """Return what the model's own code makes of the images of a call, for each row (see `record`), or the reason
+        why stock has to run it."""
+        executor = self._executor
+        if executor.inner_decoder is None:
+            return Reason("images of a {}, which hands its decoder ids", type(executor.source).__name__,
+                          remedy=STAYS_IN_STOCK)
+        if executor.has_states:
+            return Reason("images of a model that keeps recurrent states", remedy=STAYS_IN_STOCK)
+        if self.group.is_parallel or self.replica is not None:
+            return Reason("images of a model that is sharded over several ranks", remedy=STAYS_IN_STOCK)
+        # Views run without the wrappers of the model's forward.
+        model, cast = executor.source, autocast_of_call(executor.source)
+        with torch.autocast(model.device.type, cast, enabled=cast is not None, cache_enabled=False):
+            found = record(model, executor.inner_decoder, executor.body, executor.masks(), input_ids, lengths,
+                           model_kwargs, self._fed_contents)
+        if isinstance(found, Reason):
+            return found
+        # Positions of a video may be farther apart than its tokens, and a proof ends at a position.
+        longest = max_new_tokens + max((prompt.num_positions for prompt in found if prompt is not None), default=0)
+        if executor.max_length(longest) < longest:
+            return executor.why_limited(longest, max_new_tokens)
+        at_once = max((prompt.longest_chunk for prompt in found if prompt is not None), default=1)
+        if at_once > (most := max(1, self.config.max_num_batched_tokens - self.config.max_num_seqs)):
+            return Reason("images of a model of which {} tokens see each other, and a step has room for {}", at_once,
+                          most,
+                          remedy="Calls with text alone run natively. Raise `PagedConfig.max_num_batched_tokens`.")
+        return found
 
     def stop_rule(self, spec: RequestSpec, prompt: list[int]) -> StopRule | None:
         """Return the rule for the stop strings and the time limit of a request; None if it has neither.

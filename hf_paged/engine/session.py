@@ -118,7 +118,7 @@ class Request:
             eos_token_ids=(*eos, *spec.stop_token_ids), priority=spec.priority, read_cache=not spec.prompt_logprobs,
             cache_salt=spec.cache_salt, adapter=spec.adapter_name,
             keeps_computed=(spec.on_weight_change or on_weight_change) == "keep",
-            output_token_ids=() if previous is None else previous.token_ids,
+            output_token_ids=() if previous is None else previous.token_ids, fed=spec.fed,
         )
         request = cls(spec, sequence, row, session, grammar=spec.grammar)
         if previous is not None:
@@ -140,6 +140,7 @@ class Request:
             old.request_id, old.token_ids[: old.num_prompt_tokens], max_new_tokens=old.max_new_tokens,
             eos_token_ids=old.eos_token_ids, priority=old.priority, read_cache=old.read_cache, cache_key=old.cache_key,
             cache_salt=old.cache_salt, adapter=old.adapter, keeps_computed=old.keeps_computed, output_token_ids=made,
+            fed=old.fed,
         )
         self.error = self.num_kept = None
 

@@ -26,7 +26,7 @@ from hf_paged.integration.enabled import engine_of, model_of
 from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable, value_reason
 from hf_paged.integration.paths import CALL_SALT, CALL_SEED
 from hf_paged.integration.recognise.criteria import EndOfCall, stops_of
-from hf_paged.integration.recognise.inputs import DecodingInputs, check_token_ids, paged_rows
+from hf_paged.integration.recognise.inputs import DecodingInputs, check_token_ids, has_images, paged_rows
 from hf_paged.integration.recognise.processors import settled_config
 from hf_paged.integration.recognise.structured import split_forms, tell_eos
 from hf_paged.integration.stock_loop import SET_PAD, beyond_sampling, run_or_fall_back
@@ -253,11 +253,19 @@ def _recognise(engine: Engine, model: Any, inputs: DecodingInputs) -> list[Reque
     if isinstance(found, Reason):
         return found
     prompts, adapters = found
+    with_images = has_images(inputs.model_kwargs)
     returns_cache = config.return_dict_in_generate and config.use_cache is not False
     if returns_cache and any(adapters):
         return Reason("the keys and values of rows with adapters of their own",
                       remedy="`return_dict_in_generate` also returns a cache, which only rows in lockstep keep. Leave "
                              "the option out, or give `use_cache=False`.")
+    if returns_cache and with_images:
+        return Reason("the keys and values of prompts with images",
+                      remedy="`return_dict_in_generate` also returns a cache, which is made of ids alone. Leave the "
+                             "option out.")
+    if with_images and config.use_cache is False:
+        return Reason("use_cache=False with images, which stock hands in again for each token",
+                      remedy="Leave the option out.")
     if returns_cache and (engine.group.is_parallel or engine.replica is not None):
         return Reason("the keys and values of a model that is sharded over several ranks",
                       remedy="`return_dict_in_generate` also returns a cache, which no rank has alone. Leave the "
@@ -299,15 +307,20 @@ def _recognise(engine: Engine, model: Any, inputs: DecodingInputs) -> list[Reque
         return reason
     if width > 1 and spec.edits.forced_bos_token_id is not None:  # stock applies it to prompts of one token only
         spec = spec.but(edits=replace(spec.edits, forced_bos_token_id=None))
+    fed: list[Any] | Reason = [None] * len(prompts)
+    if with_images:
+        fed = engine.recorded_images(input_ids, list(map(len, prompts)), inputs.model_kwargs, spec.max_new_tokens)
+        if isinstance(fed, Reason):
+            return fed
     # Stock's repetition penalty also penalises padding, unless it ignores the prompt.
     sees_padding = spec.edits.repetition_penalty != 1.0 and any(
         isinstance(p, RepetitionPenaltyLogitsProcessor) and p.prompt_ignore_length is None for p in logits_processor)
     return [
-        spec.but(prompt=prompt, adapter_name=adapter, structured=form.structured, grammar=form.grammar,
+        spec.but(prompt=prompt, fed=of_prompt, adapter_name=adapter, structured=form.structured, grammar=form.grammar,
                  edits=replace(spec.edits, also_seen=tuple(sorted(set(padding)))) if padding and sees_padding
                  else spec.edits,
                  stop=StopRule(stops.strings, stops.deadline, padding + prompt) if are_watched else None)
-        for padding, prompt, adapter, form in zip(paddings, prompts, adapters, forms, strict=True)
+        for padding, prompt, of_prompt, adapter, form in zip(paddings, prompts, fed, adapters, forms, strict=True)
     ]
 
 

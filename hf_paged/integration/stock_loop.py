@@ -26,7 +26,7 @@ from hf_paged.integration.enabled import engine_of, forward_of, model_of, view_o
 from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable
 from hf_paged.integration.paths import CALL_SALT, CALL_SEED
 from hf_paged.integration.recognise.criteria import NO_LENGTH
-from hf_paged.integration.recognise.inputs import DecodingInputs, check_token_ids, input_reasons, paged_rows
+from hf_paged.integration.recognise.inputs import DecodingInputs, check_token_ids, has_images, input_reasons, paged_rows
 from hf_paged.integration.recognise.structured import tell_eos
 from hf_paged.options.request_spec import RequestSpec
 from hf_paged.options.settings import LEAVE_OUT, options_beyond_tokens, stock_only_options
@@ -37,7 +37,7 @@ SET_PAD = "Set `pad_token_id` to a token of the model."
 def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, inputs: DecodingInputs) -> Any:
     """Run `method(model, **model_kwargs)`, a decoding loop of stock, over paged forwards, or in stock with a warning.
 
-    `why`: the reason why the engine does not pick the tokens itself.
+    `why`: the reason why the engine does not pick the tokens itself. Calls with images then run in stock.
     """
     config = inputs.generation_config
 
@@ -45,7 +45,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
         return fall_back(engine, reason, lambda: method(model, **inputs.model_kwargs), inputs.num_new)
 
     try:
-        specs = recognise(engine, inputs)
+        specs = why if has_images(inputs.model_kwargs) else recognise(engine, inputs)
     except Exception as error:  # stock may accept the argument, or raises its own error
         specs = unreadable(error)
     if paths.asked() is engine:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from hf_paged.attention.backend import AttentionBackend
+from hf_paged.kernels.attention.reference import Pages, SingleRow, attend_row
 from hf_paged.kernels.attention.types import AttentionOptions, AttentionSpec, DecodeWork, GroupedWork, PagedMetadata
 
 Parts = list[tuple[int, int, PagedMetadata]]
@@ -106,6 +108,35 @@ class LastTokens(NamedTuple):
     parts: Parts
 
 
+class SeenRow(NamedTuple):
+    """Tokens of a step's row that see others than the window of attention calls says: later ones, for instance.
+
+    Attributes:
+        first, end: the tokens, `first` to `end` - 1 of the step.
+        pages: the row's positions up to the last one that they see, S of them.
+        masks: [n, S] bool, which of them each token sees, by the window of attention calls.
+    """
+
+    first: int
+    end: int
+    pages: Pages
+    masks: Mapping[int | None, torch.Tensor]
+
+
+class FedTokens(NamedTuple):
+    """What the decoder of a step of T packed tokens is fed in place of ids and cache positions, of images for instance.
+
+    Attributes:
+        rows: by the name of the decoder's input, tokens [n] int64 in the step and their rows [n, ...].
+        positions: [A, T] int64, RoPE's positions of all tokens, for each axis; None: `StepContext.positions`.
+        seen: rows with tokens that see others than the masks of attention calls say.
+    """
+
+    rows: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    positions: torch.Tensor | None
+    seen: Sequence[SeenRow] = ()
+
+
 class StepContext(NamedTuple):
     """Step of T packed tokens as a model's layers use it: positions, cache slots, and attention over the pages.
 
@@ -119,6 +150,7 @@ class StepContext(NamedTuple):
         one_launch: whether one launch may compute all layers: no row reads KV that another row writes, and there are
             few enough rows for it to be faster.
         ends: the tokens whose result of the last layer is used; None if all tokens are.
+        fed: what is fed in place of ids; None if nothing is.
     """
 
     positions: torch.Tensor
@@ -129,6 +161,7 @@ class StepContext(NamedTuple):
     adapters: torch.Tensor | None = None
     one_launch: bool = False
     ends: LastTokens | None = None
+    fed: FedTokens | None = None
 
     @property
     def decode_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -168,9 +201,21 @@ class StepContext(NamedTuple):
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """Attend by query [T, Hq, D] over the pages, which hold the step's own keys and values, too -> [T, Hq, Dv]."""
         k_cache, v_cache = self.cache.layers[layer]
+        if self.fed is not None and self.fed.seen:
+            return self._attend_to_seen(layer, query, options)
         if len(self.parts) == 1:
             return self.backend.run(query, k_cache, v_cache, self.parts[0][2], options)
         mixed = query.new_empty((*query.shape[:2], v_cache.shape[3]))
         for first, last, meta in self.parts:
             self.backend.run(query[first:last], k_cache, v_cache, meta, options, mixed[first:last])
         return mixed
+
+    def _attend_to_seen(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """Attend as `attend`, with the masks of `FedTokens.seen`, by the reference."""
+        assert self.fed is not None
+        found = self._replace(fed=None).attend(layer, query, options)
+        for first, end, pages, masks in self.fed.seen:
+            if (mask := masks.get(options.window)) is not None:
+                row = SingleRow(first, end, pages, mask, causal=False)
+                found[first:end] = attend_row(query[first:end], *self.kv_cache(layer), row, options)
+        return found

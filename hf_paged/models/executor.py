@@ -106,6 +106,7 @@ class ModelExecutor(ABC):
     calls_modules = True  # whether all modules run as they stand, on packed tokens
     has_states = False  # whether layers keep a recurrent state of each sequence (`models/recurrent`)
     whole_prompts = False  # whether layers take no state into a further chunk of a prompt
+    inner_decoder: str | None = None  # path of the decoder below `body` that takes vectors, of image-text models
     has_experts = True  # whether forwards may look up an implementation of experts
 
     def __init__(self, model: PreTrainedModel, model_class: Any, modeling: ModuleType) -> None:
@@ -576,9 +577,14 @@ def class_logits(model: Any, kind: type[nn.Module], body: str, hidden: torch.Ten
 
 
 def view_of(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> nn.Module:
-    """Return a view of a module, in which the submodules at some paths ("": the module itself) run other forwards."""
+    """Return a view of a module, in which the submodules at some paths ("": the module itself) run other forwards.
+
+    The view, and views of modules between it and those, run their classes' own forwards: one on an instance is bound to
+    the module itself. What a forward sets on a view is not set on the module.
+    """
     view, inside = object.__new__(type(module)), dict[str, dict[str, Callable[..., Any]]]()
     view.__dict__.update(vars(module))
+    view.__dict__.pop("forward", None)
     for path, forward in forwards.items():
         name, _, rest = path.partition(".")
         if name:

@@ -70,6 +70,7 @@ class RequestSpec(Drawing):
     previous: Completion | None = None  # the checked output of an earlier request that this one continues
     stop: Any = None  # the engine's `StopRule` of the stop strings and `max_time`; None has the engine make it
     grammar: Any = None  # the compiled `Grammar` of `structured`; None if it is not compiled yet
+    fed: Any = None  # the `FedPrompt` of a prompt with images
     autocast: torch.dtype | None = None  # to which autocast of the caller casts (`ModelExecutor.autocast_of_call`)
 
     def but(self, **fields: Any) -> RequestSpec:

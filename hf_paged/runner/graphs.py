@@ -46,6 +46,7 @@ class Moves(NamedTuple):
     slots: int
     token_history: int
     stop_tokens: int
+    axis_offsets: int
     edit_lists: int
     kv_pool: int
     kv_pool_size: int  # 0 if no kernel is made for it
@@ -446,8 +447,8 @@ class StepGraphs:
     def _moves_now(self) -> Moves:
         size = self._cache.num_blocks if self._attention.backend.knows_pool_size else 0
         moves, states = self._state.moves, self._cache.states
-        return Moves(moves["slots"], moves["token history"], moves["stop tokens"], self._state.edits.generation,
-                     self._cache.version, size, 0 if states is None else states.version)
+        return Moves(moves["slots"], moves["token history"], moves["stop tokens"], self._state.axis_offsets.moves,
+                     self._state.edits.generation, self._cache.version, size, 0 if states is None else states.version)
 
     def _drop_if_moved(self) -> None:
         """Drop the graphs that read what has moved since the last call: of lists of edits, only those that edit."""

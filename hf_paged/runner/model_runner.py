@@ -18,6 +18,7 @@ from hf_paged.device.cuda import capture_lock, upload
 from hf_paged.kernels.build.compiling import compiled_aside, compiled_together
 from hf_paged.models import KVSpec, ModelExecutor
 from hf_paged.models.base import StepContext
+from hf_paged.models.images.fed_rows import FedRows
 from hf_paged.runner import device_times
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.dry_runs import dry_runs, rows_with
@@ -119,6 +120,7 @@ class ModelRunner:
         self.reads = KVReads() if reads is None else reads
         self.attention = AttentionInputs(backend, spec, self.state, max_model_len)
         self.look_at_windows()
+        self._fed = FedRows(block_size)
         self._stream: torch.cuda.Stream | None = None  # stream of the last step
         self._compiles = spec.device.type == "cuda"  # kernels of a step in parallel
         self._known_kinds: set[tuple[Any, ...]] = set()  # of steps that may not repeat, whose kernels are compiled
@@ -179,7 +181,7 @@ class ModelRunner:
         self._begin(plan, admitted)
         result, logprobs = self._room_on_host(len(plan.slots), wanted)
         own = {kind: values[first:] for kind, values in logprobs.items()}
-        if self.graphs is not None and not wanted.prompt:
+        if self.graphs is not None and not wanted.prompt and not self._fed.feeds(plan):
             logits = self._by_graphs(plan, first, result, logprobs)
             if logits is not None:
                 self._count_reads(plan)
@@ -242,7 +244,7 @@ class ModelRunner:
         rows = np.flatnonzero(plan.samples)
         slots, positions = plan.slots[rows], plan.start[rows] + plan.num_new_tokens[rows]
         stages = self.state.stages(slots)
-        graphs = None if wanted.prompt else self.graphs
+        graphs = None if wanted.prompt or self._fed.feeds(plan) else self.graphs
         if graphs is not None and not first and (undrawn := graphs.undrawn(plan)) is not None:
             self._count_reads(plan)
             logits = undrawn.logits[: undrawn.num_rows]
@@ -357,8 +359,9 @@ class ModelRunner:
     def _update_state(self, plan: StepPlan, admitted: list[SlotRow]) -> None:
         self.follow_stream()
         if plan.admitted:
+            self._fed.admit(plan.admitted)
             self.state.admit([s.slot for s in plan.admitted], [s.known_ids() for s in plan.admitted],
-                             [s.block_table for s in plan.admitted], admitted)
+                             [s.block_table for s in plan.admitted], admitted, [s.fed for s in plan.admitted])
         self.state.update_blocks(*plan.block_updates)
 
     def follow_stream(self) -> None:
@@ -384,7 +387,7 @@ class ModelRunner:
         decodes_alone = plan.num_decode_rows == len(plan.slots) and plan.drafts is None
         one_launch = decodes_alone and self.executor.may_use_one_launch(len(num_new), plan.start)
         step = StepContext(token_positions, slot_mapping, self.cache, parts, self.attention.backend, adapters,
-                           one_launch, ends)
+                           one_launch, ends, self._fed.of(plan, self.device))
         hidden = self.executor.hidden_states(input_ids, step)
         if ends is None:
             return Computed(hidden, query_start, adapters)

@@ -276,6 +276,7 @@ class PaddedSteps:
         inputs, meta = self._of_decode_rows(rows, items, parts, shape.tiles)
         adapters = self.state.adapters.of(rows[0]) if shape.named else None
         step = self._step(inputs.positions, meta.slot_mapping, [(0, len(inputs.ids), meta)], adapters, shape.one_launch)
+        step = step._replace(fed=self.state.axis_offsets.fed(rows[0], inputs.positions))
         return self._executor.shard_logits(self._executor.hidden_states(inputs.ids, step), adapters)
 
     def undrawn(self, shape: StepShape, rows: torch.Tensor, items: torch.Tensor,

@@ -15,6 +15,7 @@ import torch
 
 from hf_paged.device.cuda import upload
 from hf_paged.kernels.step_inputs import StepInputs, step_inputs
+from hf_paged.models.images.axis_offsets import AxisOffsets
 from hf_paged.models.tuners import BASE
 from hf_paged.runner.sharded_sampling import ShardedSampling
 from hf_paged.sampling.edits import EditState, sample_edited
@@ -77,6 +78,7 @@ class RequestState:
         )
         self.edits = EditState(num_slots, device)
         self.adapters = AdapterSlots(num_slots, device)
+        self.axis_offsets = AxisOffsets(num_slots, device)
         self._stages = np.zeros(lines, dtype=np.int64)  # per slot, bits of the names in `_stage_names` that it needs
         self._stage_names: list[str] = []
         self._stage_sets: set[int] = set()
@@ -100,11 +102,13 @@ class RequestState:
         self.moves["slots"] += 1  # before anything moves, since an interrupt may come in between
         self.edits.grow(num_slots)
         self.adapters.grow(num_slots)
+        self.axis_offsets.grow(num_slots)
         self.tokens, self.block_table, self.sampling, self._stages = tokens, blocks, sampling, stages
         self.num_slots = self.padding_slot = num_slots
 
-    def admit(self, slots: list[int], tokens: Rows, tables: Rows, rows: list[SlotRow]) -> None:
-        """Write known tokens, block tables and settings of sequences that got a slot."""
+    def admit(self, slots: list[int], tokens: Rows, tables: Rows, rows: list[SlotRow],
+              fed: Seq[object] = ()) -> None:
+        """Write known tokens, block tables and settings of sequences that got a slot, and of what prompts are fed."""
         self._longest = max(self._longest, *(row.max_length for row in rows))
         self._reserve_tokens(self._longest)
         index = self._upload(np.array(slots, dtype=np.int64))
@@ -119,6 +123,7 @@ class RequestState:
         self.sampling.eos[index] = self._upload(eos)
         self._admit_edits(np.array(slots, dtype=np.int64), rows)
         self.adapters.admit(slots, [row.adapter for row in rows])
+        self.axis_offsets.admit(slots, fed)
 
     def stages(self, slots: np.ndarray) -> frozenset[str]:
         """Return the union of the logits-editing stages that the requests in these slots need.

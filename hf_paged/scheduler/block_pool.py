@@ -32,7 +32,7 @@ class KVBlock:
         self.block_id = block_id
         self.ref_count = 0
         self.digest: bytes | None = None
-        self.content = b""  # token ids as int32; a first block's cache key follows them
+        self.content = b""  # token ids as int32; `Sequence.block_key` follows them
         self.parent_id = ROOT_PREFIX_ID
         self.prefix_id = ROOT_PREFIX_ID
         self.generation = 0

@@ -100,9 +100,7 @@ class KVCacheManager:
         size, pool = self.block_size, self.block_pool
         published = []
         for i in range(seq.num_published, num_tokens // size):
-            content = tokens[i * size : (i + 1) * size].tobytes()
-            if i == 0:
-                content += seq.cache_key
+            content = tokens[i * size : (i + 1) * size].tobytes() + seq.block_key(i * size, (i + 1) * size)
             seq.prefix_digest = block_pool.hash_block(seq.prefix_digest, content)
             block = pool.blocks[seq.block_table[i]]
             seq.prefix_id = pool.publish(block, seq.prefix_digest, content, seq.prefix_id)
@@ -123,11 +121,12 @@ class KVCacheManager:
     def unpublish(self, seq: Sequence) -> None:
         self.block_pool.unpublish([self.block_pool.blocks[i] for i in seq.block_table])
 
-    def has_older_hit(self, token_ids: Seq[int], cache_key: bytes = b"") -> bool:
-        """Return whether the first block of this prompt would hit an older generation if it were trusted."""
+    def has_older_hit(self, token_ids: Seq[int], block_key: bytes = b"") -> bool:
+        """Return whether the first block of this prompt, with its `Sequence.block_key`, would hit an older generation
+        if it were trusted."""
         if not self.enable_prefix_caching or len(token_ids) < self.block_size:
             return False
-        content = np.asarray(token_ids[: self.block_size], dtype=np.int32).tobytes() + cache_key
+        content = np.asarray(token_ids[: self.block_size], dtype=np.int32).tobytes() + block_key
         digest = block_pool.hash_block(ROOT_DIGEST, content)
         return self.block_pool.has_untrusted(digest, content, ROOT_PREFIX_ID)
 
@@ -142,7 +141,6 @@ class KVCacheManager:
         digest = known[-1][1] if known else ROOT_DIGEST
         for i in range(first, last):
             content = raw[(i - first) * size * 4 : (i - first + 1) * size * 4]
-            if i == 0:
-                content += seq.cache_key
+            content += seq.block_key(i * size, (i + 1) * size)
             digest = block_pool.hash_block(digest, content)
             known.append((content, digest))

@@ -342,7 +342,7 @@ class Scheduler:
         table, slot = self._table, seq.slot
         start, target = int(table.scheduled[slot]), int(table.target[slot])
         count = target - start if self.config.whole_prompts else min(target - start, prefills.room)
-        end = start + count
+        end = seq.chunk_end(start, start + count)
         write_from = max(start, seq.num_published * self.config.block_size)
         table.scheduled[slot] = end
         prefills.published += self.kv_cache_manager.publish(seq, table.tokens[slot], end)
@@ -352,6 +352,8 @@ class Scheduler:
         table.decoding[slot] = done and end + 1 < int(table.limit[slot])
         self._partial = None if done else seq
         prefills.add(seq, start, end, write_from, done and seq.max_new_tokens > 0)
+        if not done:
+            prefills.room = 0
 
     def _has_slot(self) -> bool:
         """Return whether a slot is free for one more sequence; lent slots do not count against ``max_num_seqs``."""
@@ -387,6 +389,8 @@ class Scheduler:
                 snapshot = self.snapshots.find(seq, hits)
                 num_hit = 0 if snapshot is None else snapshot.position
             if self.config.whole_prompts and prefills.sequences and num_tokens - num_hit > prefills.room:
+                return
+            if prefills.sequences and seq.chunk_end(num_hit, num_hit + 1) - num_hit > prefills.room:
                 return
             if manager.allocate_slots(seq, num_tokens, hits) is None:
                 missing = manager.shortage(seq, num_tokens, hits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +20,17 @@ class Status(enum.IntEnum):
     WAITING = 0
     RUNNING = 1
     FINISHED = 2
+
+
+class FedContent(Protocol):
+    """What a model is fed of a prompt besides its token ids."""
+
+    def block_key(self, first: int, end: int) -> bytes:
+        """Return what keys and values of tokens `first` to `end` - 1 depend on besides their ids and the tokens in
+        front; b"" if on nothing."""
+
+    def chunk_end(self, first: int, end: int) -> int:
+        """Return the last place up to `end` where a chunk from `first` on may end, else the first one behind it."""
 
 
 class Sequence:
@@ -37,6 +49,7 @@ class Sequence:
         read_cache: False computes every prompt token (prompt logprobs need them) yet still fills the cache.
         adapter: Name of the adapter to compute with, a part of the model's state; None for no adapter.
         keeps_computed: Computed KV is kept when the model changes, see `Scheduler.preempt_all`.
+        fed: What the model is fed of the prompt besides its ids; None: nothing.
 
     Raises:
         ValueError: If the prompt is empty or ``max_new_tokens < 0``.
@@ -45,7 +58,8 @@ class Sequence:
     def __init__(self, request_id: str, prompt_token_ids: list[int], *, max_new_tokens: int,
                  eos_token_ids: tuple[int, ...] = (), priority: int = 0, cache_key: bytes = b"",
                  cache_salt: bytes = b"", read_cache: bool = True, adapter: str | None = None,
-                 keeps_computed: bool = False, output_token_ids: Seq[int] = ()) -> None:
+                 keeps_computed: bool = False, output_token_ids: Seq[int] = (),
+                 fed: FedContent | None = None) -> None:
         if not prompt_token_ids:
             raise ValueError(f"request {request_id!r}: prompt_token_ids is empty; at least one token is needed")
         if max_new_tokens < 0:
@@ -61,6 +75,7 @@ class Sequence:
         self.read_cache = read_cache
         self.adapter = adapter
         self.keeps_computed = keeps_computed
+        self.fed = fed
 
         self.status = Status.WAITING
         self.finish_reason: str | None = None
@@ -87,6 +102,16 @@ class Sequence:
         key = model_key + self.cache_salt
         if key != self.cache_key:
             self.cache_key, self.block_hashes = key, []
+
+    def block_key(self, first: int, end: int) -> bytes:
+        """Return what a block of tokens `first` to `end` - 1 depends on besides the ids of the sequence."""
+        key = b"" if self.fed is None else self.fed.block_key(first, end)
+        return key if first else key + self.cache_key
+
+    def chunk_end(self, first: int, end: int) -> int:
+        """Return where a chunk of tokens from `first` on ends that is to end at `end`: earlier or, if tokens that see
+        each other would not fit, later."""
+        return end if self.fed is None else self.fed.chunk_end(first, end)
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from transformers.utils import TransformersKwargs
 
 import hf_paged
 from hf_paged.integration.caches import CACHE_NAME
-from hf_paged.integration.recognise.inputs import INERT_ARGUMENTS, NEUTRAL_ARGUMENTS, argument_reasons
+from hf_paged.integration.recognise.inputs import INERT_ARGUMENTS, NEUTRAL_ARGUMENTS, argument_reasons, has_images
 
 INPUTS = batch([20, 13, 5])
 # Every value that is tried must leave stock's own tokens alone, and reach it at all.
@@ -45,14 +45,14 @@ def arguments():
 
 
 @pytest.mark.parametrize("name", arguments())
-def test_every_argument_of_a_forward_is_inert_for_a_reason_or_left_to_stock(name):
-    if name in INERT_ARGUMENTS:
+def test_every_argument_of_a_forward_is_inert_for_a_reason_or_of_images_or_left_to_stock(name):
+    if has_images({name: torch.ones(2, 3)}) or name in INERT_ARGUMENTS:
         assert next(argument_reasons({name: object()}), None) is None
     else:
         for value, described in ((object(), "a object"), (torch.ones(2, 3), "Tensor float32")):
             reason = next(argument_reasons({name: value}))
-            assert reason in (f"model argument {name}={described}", f"{name}: images are left to stock")
-    assert next(argument_reasons({name: None}), None) is None
+            assert reason == f"model argument {name}={described}"
+    assert next(argument_reasons({name: None}), None) is None and not has_images({name: None})
 
 
 def test_the_values_tried_are_those_of_the_tables():

@@ -1,4 +1,4 @@
-"""Image-text models around a supported decoder: calls with text alone are native, those with images are stock's."""
+"""Image-text models around a supported decoder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from family_models import WRAPPED, wrapped_model
 from support import (
-    assert_falls_back,
     assert_lockstep,
     assert_native_parity,
     assert_same_tensor,
@@ -68,7 +67,7 @@ def test_beams_and_the_cache_in_the_result(name):
 
 
 def test_token_types_of_text_and_of_images():
-    """Gemma 3's image tokens see each other: a mask that pages do not have."""
+    """Gemma 3's image tokens see each other, also where no image says so."""
     model, inputs = wrapped_model("gemma3"), batch([20, 20])
     types = torch.zeros_like(inputs["input_ids"])
     expected = model.generate(**inputs, token_type_ids=types, max_new_tokens=8)
@@ -76,23 +75,22 @@ def test_token_types_of_text_and_of_images():
     before = hf_paged.get_engine(model).stats().num_generated_tokens
     assert_same_tensor(model.generate(**inputs, token_type_ids=types, max_new_tokens=8), expected)
     assert hf_paged.get_engine(model).stats().num_generated_tokens - before == 16
-    hf_paged.disable(model)
     types[:, 4:12] = 1
-    seeing = assert_falls_back(model, "token_type_ids: images are left to stock", **inputs, token_type_ids=types,
-                               max_new_tokens=8)
+    seeing = assert_native_parity(model, **inputs, token_type_ids=types, max_new_tokens=8)
     assert not torch.equal(seeing, expected)
 
 
 def test_an_image_in_the_call():
-    """Whose features stock puts in place of tokens of the prompt; an image of zeros is one, too."""
+    """Whose features the model puts in place of tokens of the prompt; an image of zeros is one, too."""
     model = wrapped_model("llava")
     prompt = [*random_prompts([12], vocab_size=200)[0], *[model.config.image_token_id] * 4, 7, 8]
     inputs = left_padded([prompt])
     text = model.generate(**inputs, max_new_tokens=8)
+    hf_paged.enable(model, strict=True)
     for image in (IMAGE, torch.zeros_like(IMAGE)):
-        seen = assert_falls_back(model, "images are left to stock", **inputs, pixel_values=image, max_new_tokens=8)
+        seen = assert_native_parity(model, **inputs, pixel_values=image, max_new_tokens=8)
         assert not torch.equal(seen, text)
-    assert_native_parity(hf_paged.enable(model, strict=True), text, **inputs, max_new_tokens=8)
+        assert_native_parity(model, text, **inputs, max_new_tokens=8)
 
 
 def test_an_image_token_without_a_vector():

@@ -6,8 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from image_calls import image_call, seeing_model
+from planned_torch import PlannedTorch
 
-from hf_paged.runner.padded_steps import decode_sizes, mixed_sizes, prompt_sizes
+import hf_paged
+from hf_paged.runner.attention_inputs import AttentionInputs
+from hf_paged.runner.model_runner import ModelRunner
+from hf_paged.runner.padded_steps import PaddedSteps, decode_sizes, mixed_sizes, prompt_sizes
+from hf_paged.runner.step_shape import StepShape
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1024])
@@ -56,3 +63,32 @@ def test_prompts_get_a_graph_where_its_padding_is_worth_it(steps):
     steps._num_parameters = 20_000_000_000
     assert steps.prompt_size(1, 100) == 128
     assert steps.prompt_size(1, 130) is None, "126 padding tokens of 20B parameters are 5 TFLOP"
+
+
+def test_decode_rows_behind_images_have_the_positions_of_their_axes(monkeypatch):
+    """As graphs capture them, beside rows of text: the tokens are those of the eager step."""
+    model, found = seeing_model("qwen2.5-vl"), []
+    launch = ModelRunner.launch
+
+    def both(self, plan, *args, **kwargs):
+        handle = launch(self, plan, *args, **kwargs)
+        if plan.num_decode_rows == len(plan.slots):
+            attention = AttentionInputs(PlannedTorch(), self.spec, self.state, self.max_model_len)
+            steps = PaddedSteps(self.executor, self.cache, self.state, attention, 256)
+            arrays, _ = steps.decode_inputs(plan, 4)
+            logits = steps.logits(StepShape("logits", rows=4), *map(torch.from_numpy, arrays))
+            assert not self._fed.feeds(plan)
+            found.append((logits[: len(plan.slots)].argmax(-1).tolist(), handle.tokens.tolist()))
+        return handle
+
+    monkeypatch.setattr(ModelRunner, "launch", both)
+    hf_paged.enable(model, strict=True)
+    call = image_call(model, [[5, "0", 6], [9], [3, "1", 4]])
+    model.generate(**call, max_new_tokens=6)
+    assert len(found) == 5 and all(padded == eager for padded, eager in found)
+    axis_offsets = hf_paged.get_engine(model)._core.pool.runner.state.axis_offsets
+    assert axis_offsets.moves == 1
+    monkeypatch.setattr(type(axis_offsets), "fed", lambda *_: None)  # a control
+    found.clear()
+    model.generate(**call, max_new_tokens=6)
+    assert not all(padded == eager for padded, eager in found)

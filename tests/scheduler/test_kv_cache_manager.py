@@ -47,6 +47,33 @@ def test_b03_the_cache_key_separates_equal_prompts():
     assert hit(kv, range(9), cache_key=b"other") == ([], 0)
 
 
+class Fed:
+    """What is fed of a prompt of blocks of 4: a key for each block."""
+
+    def __init__(self, *keys):
+        self._keys = keys
+
+    def block_key(self, first, end):
+        return self._keys[first // 4] if end // 4 <= len(self._keys) else b""
+
+    def chunk_end(self, first, end):
+        return end
+
+
+def test_b03_what_is_fed_separates_equal_prompts():
+    kv = manager()
+    text = start(kv, range(9))
+    image = start(kv, range(9), fed=Fed(b"", b"1"))
+    assert image.num_cached_tokens == 4 and hit(kv, range(9)) == (text.block_table[:2], 8)
+    assert hit(kv, range(9), fed=Fed(b"", b"1")) == (image.block_table[:2], 8)
+    for other in (Fed(b"", b"2"), Fed(b"1", b"1"), Fed(b"1")):
+        assert hit(kv, range(9), fed=other)[1] == (4 if other.block_key(0, 4) == b"" else 0)
+    assert start(kv, range(9), fed=Fed(b"1"), cache_key=b"k").num_cached_tokens == 0
+    kv.block_pool.new_generation()
+    assert kv.has_older_hit(range(8), image.block_key(0, 4))
+    assert not kv.has_older_hit(range(8), sequence(range(9), fed=Fed(b"2")).block_key(0, 4))
+
+
 def test_b03_nothing_goes_wrong_when_every_hash_is_the_same(monkeypatch):
     monkeypatch.setattr(block_pool, "hash_block", lambda parent_digest, content: b"same")
     kv = manager()

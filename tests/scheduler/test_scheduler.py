@@ -44,6 +44,39 @@ def test_a_prompt_that_waits_for_blocks_is_looked_up_again_when_it_may_fit(overl
         driver.check_output(seq)
 
 
+class Spans:
+    """What is fed of a prompt whose tokens of a span see each other."""
+
+    def __init__(self, *spans):
+        self.places = [place for place in range(1, 100) if not any(first < place < end for first, end in spans)]
+
+    def chunk_end(self, first, end):
+        behind = [place for place in self.places if place > first]
+        return max([place for place in behind if place <= end], default=behind[0])
+
+    def block_key(self, first, end):
+        return b"span" if end not in self.places or first not in (0, *self.places) else b""
+
+
+@both
+def test_chunks_end_where_no_token_sees_a_later_one(overlap):
+    driver = Driver(config(max_num_batched_tokens=12, max_num_seqs=4), overlap=overlap)
+    spans = {"a": Spans((2, 7), (9, 17)), "b": Spans((5, 14)), "c": Spans((0, 8), (8, 16), (16, 24)),
+             "d": Spans((1, 6))}
+    sequences = {name: driver.add(name, list(range(3, 28)), 6, fed=fed) for name, fed in spans.items()}
+    driver.add("text", list(range(3, 28)), 6)
+    driver.run()
+    chunks = {name: [(int(plan.start[row]), int(plan.start[row] + plan.num_new_tokens[row])) for plan in driver.plans
+                     for row in range(plan.num_decode_rows, len(plan.slots)) if plan.sequences[row] is sequence]
+              for name, sequence in sequences.items()}
+    assert all(end in spans[name].places for name, found in chunks.items() for _, end in found)
+    assert all(found[-1][1] == 25 and [end for _, end in found[:-1]] == [first for first, _ in found[1:]]
+               for found in chunks.values())
+    assert max(map(len, chunks.values())) > 2 and all(len(seq.output_token_ids) == 6 for seq in driver.finished)
+    for seq in driver.finished:
+        driver.check_output(seq)
+
+
 def test_add_refuses_a_taken_id_and_a_prompt_without_room_for_an_answer():
     driver = Driver(config(max_model_len=8))
     driver.add("a", [1])

@@ -61,7 +61,7 @@ def paged_rows(engine: Engine, inputs: DecodingInputs) -> tuple[list[list[int]],
         real = real.astype(np.int64)
     if not real[:, -1].all() or (np.diff(real, axis=1) < 0).any():
         return Reason("attention_mask has holes, right padding or an empty row", remedy=_PAD_LEFT)
-    if positions is not None:
+    if positions is not None and not has_images(inputs.model_kwargs):
         expected = np.where(real == 1, np.cumsum(real, axis=1) - 1, 0)
         given = positions.cpu().numpy()
         shape = given.shape[-2:] if _has_axes(engine.model) else given.shape
@@ -120,16 +120,23 @@ def _marks_text(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.any()
 
 
+# Arguments that only prompts with images have.
+_OF_IMAGES = frozenset({
+    "pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes",
+    "image_position_ids", "second_per_grid_ts", "spatial_shapes",
+})
 # Arguments of image-text models, with a test that is True for values of calls with text alone.
-_OF_IMAGES: dict[str, Callable[[Any], bool]] = {
-    "pixel_values": lambda value: False,
-    "pixel_values_videos": lambda value: False,
-    "image_grid_thw": lambda value: False,
-    "video_grid_thw": lambda value: False,
+_MAY_BE_OF_TEXT: dict[str, Callable[[Any], bool]] = {
     "mm_encoder_outputs": lambda value: type(value) is dict and not value,
     "token_type_ids": _marks_text,
     "mm_token_type_ids": _marks_text,
 }
+
+
+def has_images(model_kwargs: dict[str, Any]) -> bool:
+    """Return whether a call may have images, or videos: the model's own code has to say what it makes of them."""
+    return any(value is not None and (name in _OF_IMAGES or (
+        name in _MAY_BE_OF_TEXT and not _MAY_BE_OF_TEXT[name](value))) for name, value in model_kwargs.items())
 
 
 def _holds_tokens(cache: DynamicCache) -> bool:
@@ -149,11 +156,8 @@ def argument_reasons(model_kwargs: dict[str, Any]) -> Iterator[Reason]:
                 yield Reason("a cache given by the caller", remedy=_CACHE)
             elif type(value) is not DynamicCache or _holds_tokens(value):
                 yield Reason("a cache of type {}", type(value).__name__, remedy=_CACHE)
-        elif name in _OF_IMAGES:
-            if not _OF_IMAGES[name](value):
-                yield Reason("{}: images are left to stock", name,
-                             remedy="Calls with text alone run natively. Leave it out where there is no image.")
-        elif not (name == "logits_to_keep" and value == 1) and not any(
+        elif name not in _OF_IMAGES and name not in _MAY_BE_OF_TEXT and not (
+                name == "logits_to_keep" and value == 1) and not any(
                 value is neutral for neutral in NEUTRAL_ARGUMENTS.get(name, ())):
             yield Reason(f"model argument {name}={{}}", described(value),
                          remedy="The model's forward gets an argument that pages do not know (`inputs_embeds`, for "

@@ -196,11 +196,18 @@ def paged_attention_reference(
     return out
 
 
+def attend_row(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row: SingleRow,
+               options: AttentionOptions) -> torch.Tensor:
+    """Attend by q ``[n, Hq, D]`` of one row to the positions that its mask says -> ``[n, Hq, Dv]``, contiguous."""
+    q, options = positively_scaled(q, options)
+    return _of_row(q, k_cache, v_cache, row, options)
+
+
 def _of_row(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row: SingleRow,
             options: AttentionOptions) -> torch.Tensor:
     """q ``[n, Hq, D]`` of one row -> ``[n, Hq, Dv]``, contiguous."""
     k, v, sinks = row.pages.read(k_cache), row.pages.read(v_cache), options.sinks
-    if len(q) == 1:
+    if len(q) == 1 and row.mask is None:
         # The query heads of one KV head become its query positions: no copy of K and V per head, larger products.
         grouped = q.reshape(len(k), 1, -1, q.shape[2])
         sinks = None if sinks is None else sinks.view(len(k), 1, -1, 1)

@@ -20,6 +20,7 @@ from hf_paged.models.base import AttentionMask, KVSpec, PoolShape, StateShape, S
 from hf_paged.models.derivation.rows_in_dtype import Precision, RowsIn
 from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights, plain_values, view_of
 from hf_paged.models.experts import ExpertForwards
+from hf_paged.models.images.decoder_inputs import decoder_below, feeding
 from hf_paged.models.paged_calls import implementation_of
 from hf_paged.parallel.layers import stock_class
 
@@ -95,6 +96,7 @@ class DerivedExecutor(ModelExecutor):
         self._masks = tuple(call.mask for call in outline.calls)
         super().__init__(model, outline.model_class, sys.modules[outline.model_class.__module__])
         self._experts = ExpertForwards(self, is_wanted=fused_experts and fused_kernels)
+        self.inner_decoder = decoder_below(self.model, outline.body, [call.module for call in outline.calls])
         paths = (outline.body, *(call.module for call in outline.calls))
         # One path for each config: each step looks them up. A module that gets another config later does not call paged
         # attention, which `running` notices.
@@ -189,10 +191,11 @@ class DerivedExecutor(ModelExecutor):
 
     def body_of_step(self, step: StepContext) -> nn.Module:
         body = super().body_of_step(step)
-        if self.autocast is not None:
+        if self.autocast is None and (forwards := self._experts.of_step(len(step.positions), step.row_lengths)):
+            body = view_of(body, forwards)
+        if step.fed is None or self.inner_decoder is None:
             return body
-        forwards = self._experts.of_step(len(step.positions), step.row_lengths)
-        return view_of(body, forwards) if forwards else body
+        return feeding(body, self.inner_decoder.removeprefix(f"{self.body}."), step.fed)
 
     def why_not_precision(self, autocast: torch.dtype | None) -> Reason | None:
         precision, rows = self._rows_under(autocast)

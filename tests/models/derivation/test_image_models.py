@@ -1,4 +1,4 @@
-"""Image-text models that are proved: calls with text alone are native, those with images are stock's."""
+"""Image-text models that are proved: calls with text alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 
 import pytest
 import torch
-from image_models import GRIDS, IMAGE, MODELS, WITH_STATES, image_model, with_image
+from image_calls import image_call
+from image_models import IMAGE, MODELS, WITH_STATES, image_model
 from recurrent_models import with_idiom
 from support import (
     assert_falls_back,
@@ -47,16 +48,17 @@ def test_text_alone_is_native(name):
     assert_lockstep(model, **batch([9, 30]), max_new_tokens=3, return_dict_in_generate=True, output_logits=True)
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl", *(pytest.param(name, marks=[pytest.mark.slow, *(
-    [with_idiom] if name in WITH_STATES else [])]) for name in (*GRIDS, "internvl") if name != "qwen3-vl")])
-def test_a_call_with_an_image_is_stocks_and_leaves_later_ones_native(name):
-    """Also a call with text alone in between: stock keeps a number of the image on the model."""
+@pytest.mark.parametrize("name", ["qwen3-vl", pytest.param("qwen3.5", marks=[pytest.mark.slow, with_idiom])])
+def test_calls_with_and_without_an_image_in_turn(name):
+    """Stock keeps a number of the image on the model. Of models with states, calls with an image are stock's."""
     model = image_model(name)
-    inputs = with_image(name, model)
+    inputs = image_call(model, [[9, "1", 1]])
     blind = {key: value for key, value in inputs.items() if key in ("input_ids", "attention_mask")}
     text = stock_generate(model, **blind, max_new_tokens=8)
-    seen = assert_falls_back(model, "images are left to stock", **inputs, max_new_tokens=8)
+    seen = stock_generate(model, **inputs, max_new_tokens=8)
     assert not torch.equal(seen, text)
+    if name in WITH_STATES:
+        assert_falls_back(model, "images of a model that keeps recurrent states", **inputs, max_new_tokens=8)
     hf_paged.enable(model)
     for _ in range(2):
         assert_same_tensor(model.generate(**inputs, max_new_tokens=8), seen)

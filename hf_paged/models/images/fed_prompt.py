@@ -1,0 +1,168 @@
+"""What the decoder is fed of one prompt besides the embeddings and the plain positions of its token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+# Inputs of a decoder that have a row for each token, [B, T, ...].
+EMBEDS, PER_LAYER = "inputs_embeds", "per_layer_inputs"
+# What is added behind each of the first layers; a fed row holds those of all layers, [layers, hidden_size].
+DEEPSTACK = "deepstack_visual_embeds"
+
+
+class FedRun(NamedTuple):
+    """Tokens of a prompt, one after the other, for which the decoder is fed rows that are not those of their ids.
+
+    Attributes:
+        first: position of the first token.
+        identity: the number of these rows; equal rows have the same one (`FedContents`).
+        rows: [n, ...] by the name of the decoder's input.
+    """
+
+    first: int
+    identity: int
+    rows: Mapping[str, torch.Tensor]
+
+    @property
+    def end(self) -> int:
+        """Position behind the last token."""
+        return self.first + len(self.rows[EMBEDS])
+
+
+class FedPart(NamedTuple):
+    """Tokens `first` to `end` - 1 of a prompt, which a run feeds, with their rows by the name of the input."""
+
+    first: int
+    end: int
+    rows: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class FedPrompt:
+    """What a prompt's decoder is fed in place of its ids.
+
+    Attributes:
+        ids: The prompt's token ids.
+        runs: In order, apart from each other.
+        positions: [A, T] int64, RoPE's positions of the prompt's tokens, for each axis; None: 0, 1, ... for all axes.
+        sights: By the window of attention calls, the first and the last position that each token sees, [2, T] int64;
+            without calls in which all tokens see what they see without images.
+    """
+
+    ids: Sequence[int]
+    runs: tuple[FedRun, ...]
+    positions: np.ndarray | None = None
+    sights: Mapping[int | None, np.ndarray] = field(default_factory=dict)
+
+    def parts(self, first: int, end: int) -> Iterator[FedPart]:
+        """Yield what is fed of the tokens `first` to `end` - 1, in order."""
+        for run in self.runs:
+            start, stop = max(first, run.first), min(end, run.end)
+            if start < stop:
+                rows = {name: rows[start - run.first : stop - run.first] for name, rows in run.rows.items()}
+                yield FedPart(start, stop, rows)
+
+    @property
+    def offsets(self) -> np.ndarray | None:
+        """By how much RoPE's positions behind the prompt are above those of the cache [A]; None if they are the same.
+        """
+        return None if self.positions is None else self.positions[:, -1] - (self.positions.shape[1] - 1)
+
+    @property
+    def num_positions(self) -> int:
+        """One more than the largest position of RoPE."""
+        return len(self.ids) if self.positions is None else int(self.positions.max()) + 1
+
+    def positions_of(self, first: int, end: int) -> np.ndarray | None:
+        """Return RoPE's positions [A, n] of the tokens `first` to `end` - 1; None if they are `first`, `first` + 1, ...
+
+        Behind the prompt each axis goes on from its own last position, as in stock's `generate`.
+        """
+        if self.positions is None:
+            return None
+        length = self.positions.shape[1]
+        later = np.arange(max(first, length), end) + self.positions[:, -1:] - (length - 1)
+        return np.concatenate([self.positions[:, first:end], later], axis=1)
+
+    def chunk_end(self, first: int, end: int) -> int:
+        """Return the last place up to `end` where a chunk from `first` on may end, since no token of it sees a later
+        one; without such a place the first one behind `end`."""
+        if first >= len(self._ends) or end >= len(self._ends):
+            return end
+        places = self._places(first)
+        before = places[places <= end]
+        return int(before[-1] if len(before) else places[0])
+
+    @property
+    def longest_chunk(self) -> int:
+        """The number of tokens that have to be computed at once; 1 if each can be computed alone."""
+        return int(np.diff(self._places(0), prepend=0).max()) if len(self._ends) else 1
+
+    def _places(self, first: int) -> np.ndarray:
+        """Return the places behind `first` with no token in front, from `first` on, that sees a later one."""
+        farthest = np.maximum.accumulate(self._ends[first:])
+        return first + 1 + np.flatnonzero(farthest <= np.arange(first + 1, len(self._ends) + 1))
+
+    def _end_of_seen(self, first: int, end: int) -> int:
+        """Return the first place from `end` on behind all that tokens from `first` up to it see."""
+        ends = self._ends
+        while first < len(ends) and (seen := int(ends[first:end].max())) > end:
+            end = seen
+        return end
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """The places behind the last token that each token sees [T]; empty if none sees a later one."""
+        lasts = [sight[1] for sight in self.sights.values()]
+        return np.maximum.reduce(lasts) + 1 if lasts else np.empty(0, np.int64)
+
+    def block_key(self, first: int, end: int) -> bytes:
+        """Return what keys and values of the tokens `first` to `end` - 1 depend on besides their ids and the tokens in
+        front; b"" if on nothing.
+
+        Where tokens see later ones, the key goes on to the last token that counts. Positions count by their steps, so
+        that the key of tokens behind the prompt is b"". The number of bytes is odd, unlike that of ids and cache keys,
+        and the key says where it ends: no key is the beginning of another one.
+        """
+        last = self._end_of_seen(first, end)
+        runs: list[int] = []
+        for run in self.runs:
+            start, stop = max(first, run.first), min(last, run.end)
+            if start < stop:
+                runs += [run.identity, start - run.first, start - first, stop - start]
+        steps, seen = self._steps(first, last), self._seen(first, last)
+        if not runs and steps is None and not seen:
+            return b""
+        head = [len(runs), 0 if steps is None else len(steps), len(seen), last - end]
+        found = [head, runs, [] if steps is None else steps.ravel(), *seen, self.ids[end:last]]
+        return np.concatenate(found).astype(np.int64).tobytes() + b"\0"
+
+    def _seen(self, first: int, end: int) -> list[np.ndarray]:
+        """Return which positions these tokens see, by kinds of attention calls, if they do not see what they see
+        without images."""
+        found = []
+        for window, sight in self.sights.items():
+            own = sight[:, first:end]
+            if not np.array_equal(own, plain_sight(sight.shape[1], window)[:, first:end]):
+                found.append(np.array([window or 0, own.shape[1], *own.ravel()]))
+        return found
+
+    def _steps(self, first: int, end: int) -> np.ndarray | None:
+        """Return by how much the position of each token is above that of the token before [A, n]; None if by 1."""
+        found = self.positions_of(max(first - 1, 0), end)
+        if found is None:
+            return None
+        steps = np.diff(found, axis=1) if first else np.diff(found, axis=1, prepend=-1)
+        return None if (steps == 1).all() else steps
+
+
+def plain_sight(length: int, window: int | None) -> np.ndarray:
+    """Return the first and the last position [2, T] that each of the first tokens sees without images."""
+    at = np.arange(length)
+    return np.stack([np.zeros_like(at) if window is None else np.maximum(at - window + 1, 0), at])

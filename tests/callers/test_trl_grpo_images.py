@@ -1,0 +1,112 @@
+"""TRL's GRPOTrainer with images: rollouts run natively, and training is bitwise that of a run without hf_paged."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from family_models import SHAPE, make_random
+from image_models import MODELS
+from support import byte_tokenizer
+from transformers import PreTrainedModel, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+
+import hf_paged
+
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl", reason="an extra of the test environment")
+pil = pytest.importorskip("PIL.Image")
+image_processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+
+pytestmark = [pytest.mark.usefixtures("no_accelerator_left"), pytest.mark.slow]
+STEPS, GROUP, NEW_TOKENS = 3, 3, 8
+MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}")
+
+
+class Processor(Qwen2_5_VLProcessor):
+    """Without videos, whose processor needs torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, **kwargs: Any) -> None:
+        super().__init__(image_processor, tokenizer, None, **kwargs)
+
+
+def processor() -> Processor:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS), "eos_token": "<|end|>"})
+    images = image_processing.Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 256})
+    return Processor(images, tokenizer, chat_template=TEMPLATE)
+
+
+def model_of(made: Processor) -> PreTrainedModel:
+    image, video, start, end = made.tokenizer.convert_tokens_to_ids(list(MARKS))
+    _, text, tower, _ = MODELS["qwen2.5-vl"]
+    config = Qwen2_5_VLConfig(
+        text_config=SHAPE | text | {"vocab_size": len(made.tokenizer)}, vision_config=tower, image_token_id=image,
+        video_token_id=video, vision_start_token_id=start, vision_end_token_id=end, tie_word_embeddings=False)
+    model: Any = make_random(Qwen2_5_VLForConditionalGeneration, config)
+    with torch.no_grad():
+        for weight in model.model.visual.parameters():
+            weight.mul_(4)
+    return model
+
+
+class Run(NamedTuple):
+    completions: list[list[list[int]]]
+    model: Any
+    log: list[dict[str, Any]]
+    fallbacks: list[str]
+
+
+def train(model: PreTrainedModel, folder: Any, *, bf16: bool) -> Run:
+    completions: list[list[list[int]]] = []
+
+    def distinct_tokens(completion_ids: list, **_: Any) -> list[float]:
+        completions.append([list(ids) for ids in completion_ids])
+        return [float(len(set(ids))) for ids in completion_ids]
+
+    random = np.random.RandomState(0)
+    rows = [{"prompt": [{"role": "user", "content": f"What is picture {n}?"}],
+             "image": pil.fromarray(random.randint(0, 255, (16, 16 + 8 * (n % 2), 3), dtype=np.uint8))}
+            for n in range(4)]
+    args = trl.GRPOConfig(
+        output_dir=str(folder), per_device_train_batch_size=2 * GROUP, num_generations=GROUP, max_steps=STEPS,
+        max_completion_length=NEW_TOKENS, learning_rate=3e-3, bf16=bf16, logging_steps=1, save_strategy="no",
+        report_to=[], use_cpu=True, seed=0, disable_tqdm=True, entropy_coef=1.0,
+        generation_kwargs={"do_sample": False})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trl.GRPOTrainer(model=model, reward_funcs=distinct_tokens, args=args, processing_class=processor(),
+                                  train_dataset=datasets.Dataset.from_list(rows))
+        trainer.train()
+    fallbacks = [str(one.message) for one in caught if issubclass(one.category, hf_paged.FallbackWarning)]
+    return Run(completions, trainer.accelerator.unwrap_model(trainer.model), trainer.state.log_history, fallbacks)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_training_with_images_is_stocks(tmp_path, bf16):
+    """Also under autocast, which accelerate puts around the model's forward."""
+    model = model_of(processor())
+    stock = train(copy.deepcopy(model), tmp_path / "stock", bf16=bf16)
+    hf_paged.enable(model)
+    ours = train(model, tmp_path / "ours", bf16=bf16)
+    assert not ours.fallbacks and len(ours.completions) == STEPS
+    assert ours.completions == stock.completions
+    assert len({tuple(ids) for step in ours.completions for ids in step}) > 2
+    for name in ("loss", "grad_norm", "reward"):
+        assert [one.get(name) for one in ours.log] == [one.get(name) for one in stock.log]
+    for (name, weight), (_, other) in zip(model.named_parameters(), stock.model.named_parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    calls = hf_paged.get_engine(model).stats().calls
+    assert calls["native"].num_calls == STEPS and not calls["stock"].num_calls

@@ -1,0 +1,113 @@
+"""Arguments of calls with images, as processors make them, for the tiny models of `image_models`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from image_models import END, IMAGE, START, image_model
+from transformers import PreTrainedModel
+
+PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "kimi_k25")
+_PADDED, _TILED, _SIZED = ("smolvlm", "idefics3"), ("llava_next", "llava_onevision"), ("mistral3",)
+Part = int | str | list[int]
+
+
+def seeing_model(name: str, **text: Any) -> PreTrainedModel:
+    """Return the model of this name with weights with which each of its images changes the tokens; ``text``: settings
+    of its text."""
+    model: Any = image_model(name, **text)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(7)
+        for key, weight in model.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, 0.35 if "embed" in key or "lm_head" in key else 0.25)
+    return model
+
+
+def image_call(model: PreTrainedModel, rows: Sequence[Sequence[Part]], **changed: Any) -> dict[str, torch.Tensor]:
+    """Return the arguments of a call, padded on the left.
+
+    Args:
+        rows: Parts of each prompt: a number of tokens of text, ids, or an image by its name "0", "1", ..., which says
+            its size and its pixels; names that differ by 4 have the same size.
+        changed: Arguments to put in place of those made.
+    """
+    ids, named = [], []
+    for row in rows:
+        generator, tokens = torch.Generator().manual_seed(5), [1]
+        for part in row:
+            if isinstance(part, str):
+                tokens += [START, *[IMAGE] * num_placeholders(model, part), END]
+            else:
+                if isinstance(part, int):
+                    part = torch.randint(3, 200, (part,), generator=generator).tolist()
+                tokens += part
+        ids.append(tokens)
+        named.append([part for part in row if isinstance(part, str)])
+    width = max(map(len, ids))
+    padded = torch.tensor([[0] * (width - len(row)) + row for row in ids])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+    found = {"input_ids": padded, "attention_mask": mask, **_types(model, padded)}
+    if any(named):
+        found |= _tower_inputs(model, named)
+    return found | changed
+
+
+def num_placeholders(model: PreTrainedModel, image: str) -> int:
+    """Return how many tokens of a prompt an image takes: as many as the tower gives rows."""
+    body: Any = model.model
+    names = inspect.signature(body.get_image_features).parameters
+    options = {name: getattr(model.config, name) for name in ("vision_feature_layer", "vision_feature_select_strategy")
+               if name in names}
+    with torch.no_grad():
+        found = body.get_image_features(**_tower_inputs(model, [[image]]), return_dict=True, **options)
+    return len(found.pooler_output[0])
+
+
+def _types(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    kind = model.config.model_type
+    if kind in PATCHES[:-1] or kind == "gemma4":
+        return {"mm_token_type_ids": (ids == IMAGE).long()}
+    return {"token_type_ids": (ids == IMAGE).long()} if kind == "gemma3" else {}
+
+
+def _tower_inputs(model: PreTrainedModel, named: list[list[str]]) -> dict[str, torch.Tensor]:
+    given = [_one(model, int(image)) for row in named for image in row]
+    if model.config.model_type not in _PADDED:
+        return {name: torch.cat([one[name] for one in given]) for name in given[0]}
+    pixels, images = torch.zeros(len(named), max(map(len, named)), 3, 16, 16), iter(given)
+    for line, row in zip(pixels, named, strict=True):
+        for place, _ in enumerate(row):
+            line[place] = next(images)["pixel_values"][0]
+    return {"pixel_values": pixels}
+
+
+def _one(model: PreTrainedModel, image: int) -> dict[str, torch.Tensor]:
+    """Return the tower's arguments for one image."""
+    kind, tower, generator = model.config.model_type, model.config.vision_config, torch.Generator().manual_seed(image)
+    if kind in PATCHES:
+        height, width = [(4, 4), (4, 8), (8, 4), (6, 4)][image % 4]
+        channels = getattr(tower, "in_channels", getattr(tower, "num_channels", 3))
+        size = channels * getattr(tower, "temporal_patch_size", 1) * tower.patch_size**2
+        shape = (3, tower.patch_size, tower.patch_size) if kind == "kimi_k25" else (size,)
+        return {"pixel_values": torch.randn(height * width, *shape, generator=generator),
+                "image_grid_thw": torch.tensor([[1, height, width]])}
+    if kind == "gemma4":
+        height, width = [(4, 4), (4, 6), (4, 2), (2, 4)][image % 4]
+        places, pixels = torch.full((24, 2), -1), torch.zeros(24, 3 * tower.patch_size**2)
+        grid = torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy")
+        places[: height * width] = torch.stack(grid, -1).reshape(-1, 2)
+        pixels[: height * width] = torch.rand(height * width, 3 * tower.patch_size**2, generator=generator)
+        return {"pixel_values": pixels[None], "image_position_ids": places[None]}
+    if kind in _TILED:
+        size = [(16, 32), (32, 16), (32, 32), (16, 16)][image % 4]
+        return {"pixel_values": torch.randn(1, 5, 3, 16, 16, generator=generator), "image_sizes": torch.tensor([size])}
+    if kind in _SIZED:
+        height, width = [(16, 16), (32, 16), (16, 32), (32, 32)][image % 4]
+        pixels = torch.zeros(1, 3, 32, 32)
+        pixels[:, :, :height, :width] = torch.randn(1, 3, height, width, generator=generator)
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
+    return {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator)}

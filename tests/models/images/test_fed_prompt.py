@@ -1,0 +1,100 @@
+"""What is fed of a prompt: parts of chunks, positions, and keys of blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import torch
+
+from hf_paged.models.images.fed_prompt import EMBEDS, FedPrompt, FedRun, plain_sight
+
+
+def run_of(first: int, count: int, identity: int) -> FedRun:
+    return FedRun(first, identity, {EMBEDS: identity + torch.arange(count)[:, None] / 100})
+
+
+IDS = list(range(100, 120))
+PLAIN = FedPrompt(IDS, (run_of(3, 6, 1), run_of(12, 2, 2)), None)
+# Three tokens of text, an image of 2 x 3 tokens, one token of text.
+ROWS = np.array([[0, 1, 2, 3, 3, 3, 3, 3, 3, 6], [0, 1, 2, 3, 3, 3, 4, 4, 4, 6], [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]])
+
+
+def test_parts_of_chunks_are_the_whole():
+    for step in range(1, 20):
+        parts = [part for first in range(0, 20, step) for part in PLAIN.parts(first, first + step)]
+        found = dict(row for part in parts for row in zip(range(part.first, part.end), part.rows[EMBEDS], strict=True))
+        assert sorted(found) == [*range(3, 9), 12, 13] and len(found) == sum(part.end - part.first for part in parts)
+        assert [round(float(found[at]), 2) for at in (3, 8, 12, 13)] == [1.0, 1.05, 2.0, 2.01]
+
+
+def test_positions_go_on_behind_the_prompt_on_each_axis():
+    prompt = FedPrompt(IDS, (), ROWS)
+    assert PLAIN.positions_of(0, 9) is None
+    assert prompt.positions_of(2, 5).tolist() == ROWS[:, 2:5].tolist()
+    assert prompt.positions_of(9, 12).tolist() == [[6, 7, 8]] * 3
+    assert FedPrompt(IDS, (), ROWS[:, :9]).positions_of(8, 11).tolist() == [[3, 4, 5], [4, 5, 6], [5, 6, 7]]
+    for first, end in itertools.combinations(range(14), 2):
+        parts = [prompt.positions_of(at, at + 1) for at in range(first, end)]
+        assert np.array_equal(np.concatenate(parts, 1), prompt.positions_of(first, end))
+
+
+def test_keys_of_blocks():
+    """Of 4 tokens: none where ids say all, and different ones for other rows, places, parts and steps."""
+    assert PLAIN.block_key(16, 20) == FedPrompt(IDS, (), ROWS).block_key(12, 16) == b""
+    assert FedPrompt(IDS, (), ROWS - ROWS[:, :1]).block_key(0, 3) == b""
+    others = [((run_of(3, 6, 3),), None), ((run_of(2, 6, 1),), None), ((run_of(3, 5, 1), run_of(8, 1, 1)), None),
+              (PLAIN.runs, ROWS), ((), ROWS), ((), ROWS[:1]), ((), ROWS + 1)]
+    prompts = [PLAIN, *(FedPrompt(IDS, *other) for other in others)]
+    for block in (0, 4):
+        keys = [prompt.block_key(block, block + 4) for prompt in prompts]
+        differ = [key for key in keys if key]
+        assert all(len(key) % 2 for key in differ)  # unlike ids and cache keys
+        assert not any(one != other and one.startswith(other) for one in differ for other in differ)
+    assert PLAIN.block_key(0, 4) != prompts[1].block_key(0, 4) and PLAIN.block_key(4, 8) != prompts[2].block_key(4, 8)
+    assert PLAIN.block_key(4, 8) == prompts[3].block_key(4, 8)  # both begin with tokens 1 to 4 of the same rows
+    assert PLAIN.block_key(8, 12) != prompts[3].block_key(8, 12)
+    assert prompts[-1].block_key(0, 4) != prompts[-3].block_key(0, 4) == b""
+    assert prompts[-1].block_key(4, 8) == prompts[-3].block_key(4, 8) != b""  # steps, not positions
+
+
+def spans(*spans: tuple[int, int], window: int | None = None, length: int = 20) -> dict[int | None, np.ndarray]:
+    """Which positions tokens see if those of each span see all of it."""
+    sight = plain_sight(length, window)
+    for first, end in spans:
+        sight[1, first:end] = end - 1
+    return {window: sight}
+
+
+def test_chunks_end_where_no_token_sees_a_later_one():
+    prompt = FedPrompt(IDS, (), None, spans((3, 9), (9, 11), window=4) | spans((10, 12)))
+    assert prompt.longest_chunk == 6 + 3 - 3 and PLAIN.longest_chunk == 1
+    ends = {(first, end): prompt.chunk_end(first, end) for first in (0, 3, 5, 9, 15) for end in range(first + 1, 25)}
+    assert [ends[0, end] for end in (1, 3, 4, 8, 9, 10, 11, 12, 13, 25 - 1)] == [1, 3, 3, 3, 9, 9, 9, 12, 13, 24]
+    assert ends[3, 5] == ends[5, 6] == 9 and ends[9, 10] == 12 and ends[15, 22] == 22
+    assert PLAIN.chunk_end(3, 5) == 5
+
+
+def test_keys_of_blocks_whose_tokens_see_later_ones():
+    """They hold what comes up to the last token that counts: ids, rows, and what those tokens see."""
+    made = FedPrompt(IDS, (run_of(3, 6, 1),), None, spans((3, 9), window=4))
+    assert len(made.block_key(0, 4)) > len(made.block_key(4, 8)) > len(made.block_key(12, 16)) == 0
+    same_here = [dataclasses.replace(made, runs=(*made.runs, run_of(12, 2, 2))),
+                 dataclasses.replace(made, ids=[*IDS[:9], *range(11)]),
+                 dataclasses.replace(made, sights=spans((3, 9), (12, 14), window=4))]
+    others = [dataclasses.replace(made, runs=(run_of(3, 5, 1), run_of(8, 1, 2))), FedPrompt(IDS, made.runs),
+              dataclasses.replace(made, ids=[*IDS[:8], 7, *IDS[9:]]), dataclasses.replace(made, sights=spans((3, 9))),
+              dataclasses.replace(made, sights=spans((3, 8), window=4))]
+    for block in (0, 4):
+        assert {prompt.block_key(block, block + 4) for prompt in same_here} == {made.block_key(block, block + 4)}
+        keys = [made.block_key(block, block + 4), *(prompt.block_key(block, block + 4) for prompt in others)]
+        assert len(set(keys)) == len(keys)
+        assert not any(one != other and one.startswith(other) for one in keys for other in keys)
+
+
+def test_equal_prompts_have_equal_keys():
+    runs = tuple(run_of(run.first, run.end - run.first, run.identity) for run in PLAIN.runs)
+    again = FedPrompt(list(IDS), runs, ROWS.copy())
+    assert [again.block_key(at, at + 4) for at in range(0, 16, 4)] == [
+        FedPrompt(IDS, PLAIN.runs, ROWS).block_key(at, at + 4) for at in range(0, 16, 4)]
