@@ -18,6 +18,7 @@ from support import (
     assert_native_parity,
     assert_same_tensor,
     batch,
+    num_calls,
     stock_copy,
     stock_generate,
 )
@@ -309,29 +310,41 @@ def test_what_goes_to_stock_with_images(options, reason):
     assert_falls_back(model, reason, **image_call(model, ONE), **NEW, **options)
 
 
-def test_positions_on_other_axes_than_generate_makes():
-    """Stock takes them, too; the offsets of slots have one number of axes."""
+def test_positions_given_by_the_caller():
+    """Stock takes them with other axes, too; it makes masks of packed sequences of positions that do not rise."""
     model = seeing_model("qwen2.5-vl")
     call = image_call(model, ONE)
     positions, _ = model.model.get_rope_index(**{name: value for name, value in call.items() if name != "pixel_values"})
     expected = stock_generate(model, **call, **NEW)
+    flat = torch.arange(call["input_ids"].shape[1])[None]
     hf_paged.enable(model)
-    with pytest.warns(hf_paged.FallbackWarning, match="position_ids of shape"):
-        assert_same_tensor(model.generate(**call, position_ids=positions, **NEW), expected)
+    stock = stock_copy(model)
+    with pytest.warns(hf_paged.FallbackWarning, match="position_ids given by the caller"):
+        for given in (positions, torch.cat([flat.flip(-1)[None], positions])):
+            result = model.generate(**call, position_ids=given, **NEW)
+            assert_same_tensor(result, stock_generate(stock, **call, position_ids=given, **NEW))
+    assert num_calls(model) == {"stock": 2}
     assert_native_parity(model, expected, **call, **NEW)
+    other = seeing_model("gemma3")
+    call = image_call(other, ONE)
+    falling = torch.arange(call["input_ids"].shape[1]).flip(-1)[None]
+    assert_falls_back(other, "position_ids given by the caller", **call, position_ids=falling, **NEW)
 
 
-def test_positions_beyond_the_tokens_count_for_frequencies_that_depend_on_the_longest_row():
-    """A text call behind one with such positions once hit its blocks."""
-    rope = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}
-    model = seeing_model("llava", **rope, max_position_embeddings=128)
-    call = image_call(model, [[20, "0", 6]])
-    near, far = (torch.arange(call["input_ids"].shape[1])[None] + start for start in (3, 300))
-    expected = {start: stock_generate(model, **call, position_ids=at, **NEW) for start, at in ((3, near), (300, far))}
+def test_a_video_whose_positions_are_farther_apart_than_its_tokens():
+    """Frequencies of dynamic RoPE depend on the longest row: a text call behind it once hit its blocks."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    model = seeing_model("qwen2.5-vl", rope_parameters=rope, max_position_embeddings=128)
+    call = image_call(model, [[3, [START, *[VIDEO] * 24, END], 14, "1", 15]])
+    call["mm_token_type_ids"] += 2 * (call["input_ids"] == VIDEO)
+    pixels = torch.randn(96, call["pixel_values"].shape[1], generator=torch.Generator().manual_seed(9))
+    call |= {"video_grid_thw": torch.tensor([[6, 4, 4]]), "pixel_values_videos": pixels}
+    near, far = ({**call, "second_per_grid_ts": torch.tensor([each])} for each in (1.0, 10.0))
+    expected = [stock_generate(model, **one, **NEW) for one in (near, far)]
     hf_paged.enable(model)
     with pytest.warns(hf_paged.FallbackWarning, match="end at 128"):
-        assert_same_tensor(model.generate(**call, position_ids=far, **NEW), expected[300])
-    assert_native_parity(model, expected[3], **call, position_ids=near, **NEW)
+        assert_same_tensor(model.generate(**far, **NEW), expected[1])
+    assert_native_parity(model, expected[0], **near, **NEW)
 
 
 def test_spans_that_no_step_has_room_for():

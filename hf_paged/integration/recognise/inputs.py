@@ -43,6 +43,9 @@ class DecodingInputs(NamedTuple):
         return paths.new_tokens(result, self.input_ids.shape[1], self.stopping_criteria, self.generation_config)
 
 
+_NUM_AXES = 3  # of an image or a video: time, height, width
+
+
 def paged_rows(engine: Engine, inputs: DecodingInputs) -> tuple[list[list[int]], list[str | None]] | Reason:
     """Return the rows without their left padding, and the adapter of each, or why no paged forward can compute them."""
     if (reason := next(input_reasons(engine, inputs), None)) is not None:
@@ -61,10 +64,14 @@ def paged_rows(engine: Engine, inputs: DecodingInputs) -> tuple[list[list[int]],
         real = real.astype(np.int64)
     if not real[:, -1].all() or (np.diff(real, axis=1) < 0).any():
         return Reason("attention_mask has holes, right padding or an empty row", remedy=_PAD_LEFT)
-    if positions is not None and not has_images(inputs.model_kwargs):
+    if positions is not None:
         expected = np.where(real == 1, np.cumsum(real, axis=1) - 1, 0)
         given = positions.cpu().numpy()
-        shape = given.shape[-2:] if _has_axes(engine.model) else given.shape
+        has_axes = _has_axes(engine.model)
+        if has_axes and given.ndim == 3 and has_images(inputs.model_kwargs):
+            # Those of text, by which masks are made, come first; `record` looks at the others.
+            given = given[0] if len(given) == 1 + _NUM_AXES else np.empty(0)
+        shape = given.shape[-2:] if has_axes else given.shape
         if shape not in (expected.shape, (1, expected.shape[1])) or not (given == expected).all():
             return Reason("position_ids given by the caller", remedy="Leave them out if they count the tokens from 0.")
     adapters = engine.adapters_of_rows(len(ids))

@@ -42,21 +42,13 @@ def record(model: Any, path: str, body: str, masks: Sequence[AttentionMask], inp
     """
     kwargs = {name: value for name, value in model_kwargs.items() if name not in _CACHES}
 
-    counted: torch.Tensor | None = kwargs.get("position_ids")
-    of_text: torch.Tensor | None = None  # as `generate` makes positions
-
     def whole(view: Any) -> None:
-        nonlocal of_text
-        if counted is not None:
-            of_text = view._prepare_position_ids_for_generation(input_ids, {})
         inputs = view.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
         view(**{name: value for name, value in inputs.items() if name not in ("return_dict", "logits_to_keep")},
              return_dict=True)
 
     given = handed_over(model, path, whole)
-    if counted is not None and of_text is not None and counted.shape[:-2] != of_text.shape[:-2]:
-        return Reason("position_ids of shape {}, with images", tuple(counted.shape), remedy="Leave them out.")
-    why = _why_not(given, input_ids, counted)
+    why = _why_not(given, input_ids, kwargs.get("position_ids"))
     sights = why or sights_of(given.get("attention_mask"), lengths, masks)
     if isinstance(sights, Reason):
         return sights
