@@ -6,7 +6,7 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_paged.pictures import stats_html
 
@@ -90,6 +90,9 @@ class Completion:
             likeliest first, and of the token itself, last if it is not among them. Tokens that could not be drawn are
             left out, so there may be fewer. None for a token without known ones. None unless requested.
         prompt_top_logprobs: as `prompt_logprobs`, with such a dict for every prompt token but the first.
+        routed_experts: with ``PagedConfig(routed_experts=True)`` the experts of each token of prompt and output, an
+            int16 tensor [tokens, layers with a router, k] on the CPU; -1 for the last token, which the model was not
+            given, and where they are not known. Comparing completions leaves it out.
     """
 
     token_ids: list[int]
@@ -107,6 +110,7 @@ class Completion:
     stop_reason: str | int | None = None
     top_logprobs: list[dict[int, float] | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    routed_experts: Any = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """Return one line of bounded length, also for an output of many tokens: lists of completions are printed."""
