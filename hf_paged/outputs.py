@@ -251,6 +251,8 @@ class EngineStats:
         compile_wait_seconds, capture_seconds: seconds that steps waited for kernels, and captured CUDA graphs.
         num_steps_delayed, longest_delay_seconds: steps that did either and took more than 50 ms; most seconds of a step
             for both.
+        num_rows_replayed, num_rows_not_replayed: rows of forwards by other code that took the routes of completions,
+            and rows that routed freely since no completion has them (`Engine.replay_routes`).
         calls: calls by path, "native", "lockstep" or "stock": of the enabled model's `generate` and `generate_batch`,
             and of `generate`, `stream`, `agenerate` and `astream` of a `PagedGenerator`. Requests of
             `Engine.add_request`, of a continuous batching manager and of the server belong to no call.
@@ -284,6 +286,8 @@ class EngineStats:
     capture_seconds: float = 0.0
     num_steps_delayed: int = 0
     longest_delay_seconds: float = 0.0
+    num_rows_replayed: int = 0
+    num_rows_not_replayed: int = 0
 
     @property
     def num_used_blocks(self) -> int:

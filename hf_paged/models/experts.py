@@ -17,7 +17,7 @@ from transformers.integrations import moe
 from hf_paged.device.cuda import compute_capability
 from hf_paged.guards.expert_code import GATES, ROUTERS, ignores_logits, known_code
 from hf_paged.guards.families import SILU
-from hf_paged.guards.hooks import only_captures
+from hf_paged.guards.hooks import ReplayHook, only_captures
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.experts.down import down_unchecked
 from hf_paged.kernels.experts.gate_up import ExpertWeights, Gating, gate_up_unchecked
@@ -285,7 +285,8 @@ def _router_of(block: nn.Module) -> Any:
 
 def _is_untouched(module: nn.Module) -> bool:
     hooks = module._forward_hooks.values()
-    return all(map(only_captures, hooks)) and not module._forward_pre_hooks and "forward" not in vars(module)
+    inert = all(only_captures(hook) or type(hook) is ReplayHook for hook in hooks)
+    return inert and not module._forward_pre_hooks and "forward" not in vars(module)
 
 
 def _gating(experts: Any) -> Gating | None:

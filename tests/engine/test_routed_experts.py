@@ -160,9 +160,10 @@ def test_without_the_option_nothing_is_kept():
     assert completion.routed_experts is None and engine._core.runner.cache.routes is None
 
 
-@pytest.mark.parametrize("make, what", [(tiny_model, "no router of experts"),
-                                        pytest.param(lambda: recurrent_model("Qwen3Next"), "recurrent states",
-                                                     marks=[with_idiom, pytest.mark.slow])])
+@pytest.mark.parametrize(("make", "what"), [
+    (tiny_model, "no router of experts"),
+    pytest.param(lambda: recurrent_model("Qwen3Next"), "recurrent states", marks=[with_idiom, pytest.mark.slow]),
+])
 def test_models_without_recorded_routes(make, what):
     with pytest.raises(ValueError, match=f"routed_experts=True: .*{what}"):
         hf_paged.Engine(make(), PagedConfig(routed_experts=True))

@@ -48,6 +48,8 @@ class Choice(TorchFunctionMode):
         self.chosen = result[1]
         if self._forced is None:
             return result
+        if len(self._forced) != len(values):
+            raise RuntimeError(f"replay_routes: a router got {len(values)} tokens, and its decoder {len(self._forced)}")
         self.chosen = torch.where(self._forced[:, :1] == UNKNOWN, result[1], self._forced.long())
         return torch.return_types.topk((values.gather(-1, self.chosen), self.chosen))
 
@@ -113,9 +115,14 @@ def recording(router: Any, record: Callable[[torch.Tensor], None],
         with Choice(router) as choice:
             result = router.forward(*args, **kwargs)
         if choice.chosen is None:
-            raise RuntimeError(f"routed_experts: a {type(router).__name__} chooses experts by other means than topk "
-                               "over all of them. Leave the option out")
+            raise no_choice("routed_experts", router)
         record(choice.chosen)
         return result
 
     return forward
+
+
+def no_choice(option: str, router: Any) -> RuntimeError:
+    """Return the error of an option for a router in whose forward no choice of experts was seen."""
+    return RuntimeError(f"{option}: a {type(router).__name__} chooses experts by other means than topk over all of "
+                        "them. Leave the option out")
