@@ -130,9 +130,8 @@ class Engine(RequestChecks, WeightAccess):
         return made
 
     def replay_routes(self) -> None:
-        """Let later forwards of the model by other code (a trainer) take the experts that completions took.
-
-        `hf_paged.install(replay_routes=True)` calls it; docs/reinforcement_learning.md says which forwards.
+        """Let later forwards of the model by a trainer's code take the experts that completions took (see
+        docs/reinforcement_learning.md), as `hf_paged.install(replay_routes=True)` does.
 
         Raises:
             ValueError: the engine's config does not have ``routed_experts=True``.

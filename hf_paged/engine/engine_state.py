@@ -76,7 +76,7 @@ class EngineState:
             Versions(lambda: core.weights_version),
             Adapters(executor),
             LogProbs(),
-            RoutedExperts(executor.routes, lambda blocks, count: core.runner.cache.routes_of(blocks, count)),
+            RoutedExperts(executor.routes, lambda blocks, count: core.runner.routes_of(blocks, count)),
             Text(lambda: core.tokenizer),
             StructuredOutput(self.grammars, lambda: core.tokenizer, lambda: core.runner.device, executor.num_logits),
             Speculation(is_on=config.speculation and not is_parallel),  # plans of ranks have to agree

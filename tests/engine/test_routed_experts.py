@@ -134,6 +134,15 @@ def test_an_aborted_request_has_routes_of_what_was_computed():
     [completion] = [output.completion for output in engine.step() if output.completion is not None]
     assert completion.finish_reason == "abort"
     assert_routes(model, completion)
+    engine = hf_paged.Engine(model, PagedConfig(num_blocks=64, routed_experts=True, max_num_batched_tokens=16,
+                                                max_num_seqs=16))
+    request, prompt = engine.add_request(random_prompts([40])[0], GREEDY), random_prompts([40])[0]
+    for _ in range(2):
+        engine.step()
+    engine.abort(request)
+    [completion] = [output.completion for output in engine.step() if output.completion is not None]
+    assert (completion.routed_experts[32:] == -1).all()
+    assert same_sets(completion.routed_experts[:32], stock_routes(model, prompt)[:32])
     waiting = engine.add_request([5, 6, 7], GREEDY)
     engine.abort(waiting)
     [completion] = [output.completion for output in engine.step() if output.completion is not None]
