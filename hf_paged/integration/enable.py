@@ -24,7 +24,7 @@ from hf_paged.integration.enabled import ENGINES
 from hf_paged.integration.paths import asked
 from hf_paged.integration.ranks import OTHERS_IN_STOCK, come, refusing
 from hf_paged.models import why_no_executor
-from hf_paged.models.routing.record import routers_of
+from hf_paged.models.routing.record import names_routers
 from hf_paged.options.arguments import level_of_caller
 from hf_paged.parallel.group import group_of
 from hf_paged.process_lock import ProcessLock
@@ -297,7 +297,7 @@ def enable_once(model: Any) -> None:
         return
     with _enabling_one.rlock:
         if model not in _enabled_by_install:
-            if not (_replays_routes and routers_of(model) and _enable_with_replay(model)):
+            if not (_replays_routes and names_routers(model) and _enable_with_replay(model)):
                 enable(model, _config_of_install)
             _enabled_by_install.add(model)
 

@@ -122,6 +122,6 @@ def test_all_features_of_the_folder_are_in_the_set(engine):
     """One that is not there would never be met."""
     assert {type(engine._core.features[kind]) for kind in StepFeature.__subclasses__()
             if kind.__module__.startswith(features.__name__)} == {
-        Adapters, Deadlines, KernelWaits, LogProbs, RoutedExperts, Speculation, StopRules, Streaming, StructuredOutput, Text,
-        Versions}
+        Adapters, Deadlines, KernelWaits, LogProbs, RoutedExperts, Speculation, StopRules, Streaming, StructuredOutput,
+        Text, Versions}
     assert isinstance(engine._core.features, FeatureSet)

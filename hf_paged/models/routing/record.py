@@ -59,10 +59,19 @@ def routers_of(module: nn.Module) -> dict[str, Any]:
     return {path: inner for path, inner in module.named_modules() if _is_router(inner)}
 
 
+def names_routers(module: nn.Module) -> bool:
+    """Return whether a class inside of a module is called a router, known or not."""
+    return any(map(_is_named, module.modules()))
+
+
 def _is_router(module: Any) -> bool:
     weight = module._parameters.get("weight")
-    return type(module).__name__.endswith("Router") and type(getattr(module, "top_k", None)) is int and (
+    return _is_named(module) and type(getattr(module, "top_k", None)) is int and (
         weight is not None and weight.dim() == 2)
+
+
+def _is_named(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Router")
 
 
 def shape_of(routers: Mapping[str, Any]) -> RoutesShape | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -249,9 +250,13 @@ def test_install_of_models_without_recorded_routes(monkeypatch):
         with pytest.raises(ValueError, match="replay_routes: expected an engine with routed_experts=True"):
             hf_paged.get_engine(dense).replay_routes()
         next(iter(routers_of(moe).values())).top_k = 3
-        with pytest.warns(hf_paged.FallbackWarning, match="routes are not replayed: .*unlike routers"):
-            moe.generate(**batch([5]), max_new_tokens=1)
-        assert hf_paged.is_enabled(moe)
+        unknown = family_model("qwen3-moe")
+        for router in routers_of(unknown).values():
+            router.top_k = 2.0
+        for model, why in ((moe, "unlike routers"), (unknown, "no router of experts")):
+            with pytest.warns(hf_paged.FallbackWarning, match=f"routes are not replayed: .*{why}"), suppress(TypeError):
+                model.generate(**batch([5]), max_new_tokens=1)
+            assert hf_paged.is_enabled(model)
     finally:
         hf_paged.uninstall()
 
