@@ -103,8 +103,9 @@ def test_chunks_cached_prefixes_and_preemption():
     assert again and cached[0].num_cached_tokens == 32 and torch.equal(cached[0].routed_experts, expected[0])
     long = GenerationConfig(max_new_tokens=30, do_sample=False)
     expected = [one.routed_experts for one in run(model, prompts, long)[1]]
-    engine, completions = run(model, prompts, long, num_blocks=7, enable_prefix_caching=False)
-    assert engine.stats().num_preemptions and all(matches(completions))
+    for settings in ({"enable_prefix_caching": False}, {"overlap": True}):
+        engine, completions = run(model, prompts, long, num_blocks=7, **settings)
+        assert engine.stats().num_preemptions and all(matches(completions))
 
 
 def test_a_pool_that_grows_keeps_routes():
