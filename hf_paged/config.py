@@ -15,7 +15,8 @@ ALL_REDUCES = ("auto", "nccl", "peers")
 ON_WEIGHT_CHANGE = ("recompute", "keep")
 DEQUANTIZE = (True, False, "auto")
 WARMUPS = (True, False, "full")
-OF_EXECUTOR = ("merge_weights", "fused_kernels", "one_launch", "fused_experts", "dequantize")  # how it computes
+OF_EXECUTOR = ("merge_weights", "fused_kernels", "one_launch", "fused_experts", "dequantize",
+               "routed_experts")  # how it computes
 # Arguments of `PagedGenerator.from_pretrained` that are no fields of PagedConfig: they say how a model is loaded.
 OF_LOADING = ("tensor_parallel_size", "dtype", "device", "device_map", "tokenizer", "trust_remote_code", "revision",
               "token", "cache_dir", "attn_implementation", "quantization_config")
@@ -73,6 +74,8 @@ class PagedConfig:
         dequantize: copies of 4-bit weights of bitsandbytes (`Linear4bit`, as in QLoRA) in the dtype the layers compute
             in, with which Qwen3 and Llama models run by hf_paged's kernels: "auto": where they take at most half of the
             free memory; True: always, an error if memory is short; False: the layers run as they stand.
+        routed_experts: report the experts that each token took (`Completion.routed_experts`), which lie beside its keys
+            and values. An error for a model without routers, with recurrent states or over several ranks.
         all_reduce: how several GPUs sum their partial results: "nccl"; "peers": by kernels that reach the other GPUs'
             memory over NVLink, an error if the kernels cannot; "auto": by these kernels where they work and are
             faster. Without effect for a model on one device.
@@ -115,6 +118,7 @@ class PagedConfig:
     one_launch: bool = True
     fused_experts: bool = True
     dequantize: bool | str = "auto"
+    routed_experts: bool = False
     all_reduce: str = "auto"
     on_weight_change: str = "recompute"
     gather_timeout: float = 600.0
@@ -145,7 +149,7 @@ class PagedConfig:
             raise ValueError(f"gpu_memory_utilization={share!r}: expected a number in (0, 1]")
         _require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
         for name in ("enable_prefix_caching", "group_prefixes", "enforce_eager", "strict", "merge_weights",
-                     "fused_kernels", "one_launch", "fused_experts", "speculation"):
+                     "fused_kernels", "one_launch", "fused_experts", "routed_experts", "speculation"):
             _require_one_of(self, name, (True, False))
         _require_one_of(self, "dequantize", DEQUANTIZE)
         _require_one_of(self, "all_reduce", ALL_REDUCES)

@@ -6,7 +6,7 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_paged.pictures import stats_html
 
@@ -90,6 +90,9 @@ class Completion:
             likeliest first, and of the token itself, last if it is not among them. Tokens that could not be drawn are
             left out, so there may be fewer. None for a token without known ones. None unless requested.
         prompt_top_logprobs: as `prompt_logprobs`, with such a dict for every prompt token but the first.
+        routed_experts: with ``PagedConfig(routed_experts=True)`` the experts of each token of prompt and output, an
+            int16 tensor [tokens, layers with a router, k] on the CPU; -1 for the last token, which the model was not
+            given, and where they are not known. Comparing completions leaves it out.
     """
 
     token_ids: list[int]
@@ -107,6 +110,7 @@ class Completion:
     stop_reason: str | int | None = None
     top_logprobs: list[dict[int, float] | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    routed_experts: Any = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """Return one line of bounded length, also for an output of many tokens: lists of completions are printed."""
@@ -247,6 +251,8 @@ class EngineStats:
         compile_wait_seconds, capture_seconds: seconds that steps waited for kernels, and captured CUDA graphs.
         num_steps_delayed, longest_delay_seconds: steps that did either and took more than 50 ms; most seconds of a step
             for both.
+        num_rows_replayed, num_rows_not_replayed: rows of forwards by other code that took the routes of completions,
+            and rows that routed freely since no completion has them (`Engine.replay_routes`).
         calls: calls by path, "native", "lockstep" or "stock": of the enabled model's `generate` and `generate_batch`,
             and of `generate`, `stream`, `agenerate` and `astream` of a `PagedGenerator`. Requests of
             `Engine.add_request`, of a continuous batching manager and of the server belong to no call.
@@ -280,6 +286,8 @@ class EngineStats:
     capture_seconds: float = 0.0
     num_steps_delayed: int = 0
     longest_delay_seconds: float = 0.0
+    num_rows_replayed: int = 0
+    num_rows_not_replayed: int = 0
 
     @property
     def num_used_blocks(self) -> int:

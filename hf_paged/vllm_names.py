@@ -70,6 +70,7 @@ LOADING: dict[str, str] = {
     "enable_chunked_prefill": "leave it out: prompts are always computed in chunks of max_num_batched_tokens",
     "scheduling_policy": "leave it out: priority= of generate decides, then the order of arrival",
     "async_scheduling": "write overlap=",
+    "enable_return_routed_experts": "write routed_experts=",
     "compilation_config": "leave it out; enforce_eager=True captures no CUDA graphs",
     "speculative_config": "write prompt_lookup_num_tokens= of generate",
     "num_speculative_tokens": "write prompt_lookup_num_tokens= of generate",

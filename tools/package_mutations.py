@@ -47,6 +47,8 @@ INNER_TESTS, TOKENWISE_TESTS = "guards/test_quantized.py", "guards/test_tokenwis
 BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
 PAGED_CALLS_TESTS, DERIVED_TESTS = "models/test_paged_calls.py", "models/derivation/test_executor.py"
 EXPERTS, EXPERTS_TESTS = "models/experts.py", "models/test_experts.py"
+REPLAY, REPLAY_TESTS, ROUTES_TESTS = (
+    "models/routing/replay.py", "models/routing/test_replay.py", "engine/test_routed_experts.py")
 RANK_PARTS, RANK_PARTS_TESTS = "models/derivation/over_ranks.py", "models/derivation/test_over_ranks.py"
 GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generic_eligibility.py"
 KERNELS, KERNEL_TESTS = "guards/replaced_forwards.py", "guards/test_hub_kernels.py"
@@ -471,8 +473,19 @@ MODELS = [
                     DERIVED_TESTS, "does_not_describe"),
     PackageMutation("models/executor.py", "forward(view_of(model, forwards), **", "forward(model, **", DERIVED_TESTS,
                     "Cohere-0"),
-    PackageMutation("models/derivation/executor.py", "view_of(body, forwards) if forwards else body", "body",
+    PackageMutation("models/executor.py", "view_of(decoder, forwards) if forwards else decoder", "decoder",
                     EXPERTS_TESTS, "of_modules"),
+    PackageMutation("models/fused.py", " + (self.routes is not None)", "", ROUTES_TESTS, "stocks_routers"),
+    PackageMutation("runner/kv_cache.py", "grown[: self.num_blocks] = self.routes[: self.num_blocks]", "pass",
+                    ROUTES_TESTS, "pool_that_grows"),
+    PackageMutation("scheduler/scheduler.py", "seq.last_blocks = seq.block_table", "pass", ROUTES_TESTS,
+                    "stocks_routers"),
+    PackageMutation("engine/features/routed_experts.py", "min(sequence.num_computed_tokens, len(tokens) - 1)",
+                    "len(tokens) - 1", ROUTES_TESTS, "aborted"),
+    PackageMutation("models/routing/record.py", "result[1].dim() != 2", "False", REPLAY_TESTS, "all_experts_only"),
+    PackageMutation(REPLAY, "hidden.register_hook(partial(self._begin_backward, self._current))", "pass", REPLAY_TESTS,
+                    "routes_of_its_forward"),
+    PackageMutation(REPLAY, " or _is_reference(decoder)", "", REPLAY_TESTS, "reference"),
     PackageMutation(EXPERTS, "experts is not routes.experts or scores is not routes.scores", "False",
                     EXPERTS_TESTS, "changes_its_routes"),
     PackageMutation(RANK_PARTS, "if own not in (call, divided):", "if False:", RANK_PARTS_TESTS, "calls_that_are_not"),

@@ -20,6 +20,7 @@ from typing_extensions import Unpack
 from hf_paged.config import PagedConfig
 from hf_paged.engine import engine_registry
 from hf_paged.engine.call_counts import CallCounts
+from hf_paged.engine.features.routed_experts import RoutedExperts
 from hf_paged.engine.locked_core import CLOSED
 from hf_paged.engine.lockstep import LockstepBatch
 from hf_paged.engine.observer import Observer
@@ -32,6 +33,7 @@ from hf_paged.errors import EngineClosedError, PrecisionBusyError, Reason, Unsup
 from hf_paged.kernels.build import kernel_log
 from hf_paged.models import KVSpec
 from hf_paged.models.eligibility import why_not_under
+from hf_paged.models.routing.replay import Replay, ReplayCounts
 from hf_paged.options.arguments import base_seed, salt_digest
 from hf_paged.options.keywords import EngineKeywords, check_keywords, with_keywords
 from hf_paged.options.prompts import prompt_ids, prompt_list, split_output
@@ -81,6 +83,7 @@ class Engine(RequestChecks, WeightAccess):
         self._ids = itertools.count()
         self._at_end_of_batches: list[Callable[[], None]] = []  # actions that must wait until all lockstep calls end
         self._merges = MergeCache()
+        self._replay: Replay | None = None
         # `add_request` checks the model once between two steps; the next step checks it again for all new requests.
         self._has_looked = False
         self._arrived: list[str] = []
@@ -125,6 +128,19 @@ class Engine(RequestChecks, WeightAccess):
             self._arrived.append(made)
             self._has_looked = True
         return made
+
+    def replay_routes(self) -> None:
+        """Let later forwards of the model by a trainer's code take the experts that completions took (see
+        docs/reinforcement_learning.md), as `hf_paged.install(replay_routes=True)` does.
+
+        Raises:
+            ValueError: the engine's config does not have ``routed_experts=True``.
+        """
+        if self._executor.routes is None:
+            raise ValueError("replay_routes: expected an engine with routed_experts=True")
+        if self._replay is None:
+            self._replay = Replay(self._executor.source.get_submodule(self._executor.body))
+            self._core.features[RoutedExperts].keep = self._replay.store.keep
 
     def _spec_of(self, prompt_token_ids: Any, generation_config: GenerationConfig | None, keywords: EngineKeywords,
                  autocast: torch.dtype | None) -> RequestSpec:
@@ -444,6 +460,7 @@ class Engine(RequestChecks, WeightAccess):
             s, p, pool = self._core.scheduler, self._core.totals, self._core.pool
             captured, dropped_by = pool.graph_counts
             kernels, delays = kernel_log.counts(), self._core.delays
+            replayed = ReplayCounts(0, 0) if self._replay is None else self._replay.counts
             return EngineStats(
                 num_running=s.num_running if s else 0,
                 num_waiting=s.num_waiting if s else 0,
@@ -469,6 +486,7 @@ class Engine(RequestChecks, WeightAccess):
                 num_kernels_compiled=kernels.compiled, num_kernels_loaded=kernels.loaded,
                 compile_wait_seconds=delays.compile_seconds, capture_seconds=delays.capture_seconds,
                 num_steps_delayed=delays.num_delayed, longest_delay_seconds=delays.longest,
+                num_rows_replayed=replayed.num_replayed, num_rows_not_replayed=replayed.num_free,
             )
 
     @contextmanager
@@ -581,6 +599,8 @@ class Engine(RequestChecks, WeightAccess):
                 self._at_end_of_batches.append(self.shutdown)
                 return
             self._core.pool.warm_up.saver.close()
+            if self._replay is not None:
+                self._replay.remove()
             if self.group.is_parallel:
                 self._commands.shut_down(self._carry_out, CLOSED)
                 return

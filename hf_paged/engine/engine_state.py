@@ -24,6 +24,7 @@ from hf_paged.engine.features.grammars import PendingMasks, StructuredOutput
 from hf_paged.engine.features.kernel_waits import KernelWaits
 from hf_paged.engine.features.lockstep import JoiningRows
 from hf_paged.engine.features.log_probs import LogProbs
+from hf_paged.engine.features.routed_experts import RoutedExperts
 from hf_paged.engine.features.stop_rules import StopRules
 from hf_paged.engine.features.streaming import Streaming
 from hf_paged.engine.features.text import Text
@@ -75,6 +76,7 @@ class EngineState:
             Versions(lambda: core.weights_version),
             Adapters(executor),
             LogProbs(),
+            RoutedExperts(executor.routes, lambda blocks, count: core.runner.routes_of(blocks, count)),
             Text(lambda: core.tokenizer),
             StructuredOutput(self.grammars, lambda: core.tokenizer, lambda: core.runner.device, executor.num_logits),
             Speculation(is_on=config.speculation and not is_parallel),  # plans of ranks have to agree

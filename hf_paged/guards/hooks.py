@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -55,6 +56,28 @@ class NamedRows:
     def is_here(self) -> bool:
         """Whether the hook belongs to the current thread."""
         return threading.get_ident() == self._thread
+
+
+class ReplayHook:
+    """Hook of hf_paged on a decoder or a router, for a trainer's forwards of this very module.
+
+    It does nothing for other modules: for the views that steps run, and for copies of the model.
+    """
+
+    def __init__(self, module: nn.Module | None = None, run: Callable | None = None) -> None:
+        self._module, self._run = None if module is None else weakref.ref(module), run
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        is_here = self._run is not None and self._module is not None and self._module() is module
+        return self._run(module, *args) if is_here and self._run is not None else None
+
+    def __reduce__(self) -> tuple:
+        return ReplayHook, ()
+
+
+def only_replays(hooks: dict) -> bool:
+    """Return whether all hooks of a module are `ReplayHook`s."""
+    return all(type(hook) is ReplayHook for hook in list(hooks.values()))
 
 
 def names_in(hook: Any) -> list[str] | None:

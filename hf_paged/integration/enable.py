@@ -24,12 +24,14 @@ from hf_paged.integration.enabled import ENGINES
 from hf_paged.integration.paths import asked
 from hf_paged.integration.ranks import OTHERS_IN_STOCK, come, refusing
 from hf_paged.models import why_no_executor
+from hf_paged.models.routing.record import names_routers
 from hf_paged.options.arguments import level_of_caller
 from hf_paged.parallel.group import group_of
 from hf_paged.process_lock import ProcessLock
 
 _watched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose finalizer may remove the hooks
 _config_of_install = PagedConfig()
+_replays_routes = False  # as of the last `install`
 # Models that `install` enabled, at most once each: a user may have disabled one on purpose.
 _enabled_by_install: weakref.WeakSet[Any] = weakref.WeakSet()
 _warned_of: weakref.WeakSet[type] = weakref.WeakSet()  # unsupported classes for which the warning was shown
@@ -236,7 +238,7 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
         yield model
 
 
-def install(config: PagedConfig | None = None, **overrides: Any) -> None:
+def install(config: PagedConfig | None = None, *, replay_routes: bool = False, **overrides: Any) -> None:
     """Enable every supported model at its first `generate`, `generate_batch` or `init_continuous_batching` from now on,
     for any caller (`transformers serve`, pipelines, TRL, lm-eval).
 
@@ -246,13 +248,15 @@ def install(config: PagedConfig | None = None, **overrides: Any) -> None:
 
     Args:
         config: Settings of the engines; None for the defaults.
+        replay_routes: Whether a trainer's forwards of models with experts take the experts that the rollouts took
+            (`Engine.replay_routes`), which changes losses.
         **overrides: Single fields of `PagedConfig`.
 
     Raises:
         ValueError, TypeError: If a field of the config is invalid; the error names it.
     """
-    global _config_of_install
-    _config_of_install = merged_config(config, overrides)
+    global _config_of_install, _replays_routes
+    _config_of_install, _replays_routes = merged_config(config, overrides), replay_routes
     with hooks.lock.rlock:
         if not is_installed():
             hooks.before_first_call.append(enable_once)
@@ -293,5 +297,17 @@ def enable_once(model: Any) -> None:
         return
     with _enabling_one.rlock:
         if model not in _enabled_by_install:
-            enable(model, _config_of_install)
+            if not (_replays_routes and names_routers(model) and _enable_with_replay(model)):
+                enable(model, _config_of_install)
             _enabled_by_install.add(model)
+
+
+def _enable_with_replay(model: Any) -> bool:
+    """Enable a model with experts for `install`; returns False, after a warning, if its routes are not recorded."""
+    try:
+        enable(model, _config_of_install, routed_experts=True)
+    except ValueError as error:
+        warnings.warn(f"hf_paged: routes are not replayed: {error}", FallbackWarning, stacklevel=level_of_caller())
+        return False
+    get_engine(model).replay_routes()
+    return True

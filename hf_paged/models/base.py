@@ -52,6 +52,19 @@ class StateShape(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class RoutesShape(NamedTuple):
+    """Shape of a token's routes: ``num_layers`` with a router, ``top_k`` experts in each, stored in ``dtype``."""
+
+    num_layers: int
+    top_k: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the routes of one token."""
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
+
 class KVSpec(NamedTuple):
     """Shape of the cache that a model needs: per attention call K and V of [num_blocks, block_size, num_kv_heads,
     head_dim].
@@ -61,6 +74,7 @@ class KVSpec(NamedTuple):
     ``pools``: the sizes of each call's pools, where K and V, or two calls, are not alike; (): all are alike.
     ``are_calls_alike``: whether all calls have the same sizes, and as many heads of queries.
     ``states``: what layers without pages keep of a sequence, whatever its length.
+    ``routes``: the experts of each token that the pool keeps as well; None: none.
     """
 
     num_layers: int
@@ -73,6 +87,7 @@ class KVSpec(NamedTuple):
     pools: tuple[PoolShape, ...] = ()
     are_calls_alike: bool = True
     states: tuple[StateShape, ...] = ()
+    routes: RoutesShape | None = None
 
     def pool_shapes(self) -> tuple[PoolShape, ...]:
         """Return the sizes of the pools of each attention call."""
@@ -88,7 +103,14 @@ class KVSpec(NamedTuple):
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes that one block takes over all layers."""
-        return block_size * sum(position_elements(shape) for shape in self.pool_shapes()) * self.cache_dtype.itemsize
+        elements = sum(position_elements(shape) for shape in self.pool_shapes())
+        routes = 0 if self.routes is None else self.routes.token_bytes
+        return block_size * (elements * self.cache_dtype.itemsize + routes)
+
+    @property
+    def are_tensors_alike(self) -> bool:
+        """Whether the pool is made of tensors of one size, K and V of each attention call."""
+        return not self.pools and self.num_layers > 0 and self.routes is None
 
     @property
     def state_bytes(self) -> int:

@@ -16,7 +16,14 @@ from torch import nn
 
 from hf_paged.errors import Reason
 from hf_paged.guards import hints
-from hf_paged.guards.hooks import RowHook, has_only_names, only_captures, why_not_global_state
+from hf_paged.guards.hooks import (
+    ReplayHook,
+    RowHook,
+    has_only_names,
+    only_captures,
+    only_replays,
+    why_not_global_state,
+)
 from hf_paged.guards.original_classes import DECIDING_METHODS, patched_class
 from hf_paged.guards.quantized import PLAIN, inner_tensors, is_known_forward, is_quantized_forward, why_not_offloaded
 from hf_paged.guards.replaced_forwards import autocast_of_call, why_not_replaced, why_not_wrapped_forward
@@ -216,7 +223,7 @@ def _only_requires_grad(hook: Any) -> bool:
 
 
 def _is_inert(hook: Any) -> bool:
-    return _only_requires_grad(hook) or only_captures(hook) or type(hook) is RowHook
+    return _only_requires_grad(hook) or only_captures(hook) or type(hook) in (RowHook, ReplayHook)
 
 
 def _why_not_hook(seen: ModelWalk) -> Reason | None:
@@ -224,8 +231,9 @@ def _why_not_hook(seen: ModelWalk) -> Reason | None:
         return Reason("compressed-tensors decompresses the weights in the first forward, which stock has to run",
                       remedy="Nothing: later calls are native. `model(torch.tensor([[1]]))` decompresses at once.")
     for name, module in seen.modules:
-        named = bool(module._forward_pre_hooks) and is_adapted(module) and has_only_names(module)
-        if (module._forward_pre_hooks and not named) or not all(map(_is_inert, module._forward_hooks.values())):
+        before = module._forward_pre_hooks
+        known = only_replays(before) or (is_adapted(module) and has_only_names(module))
+        if not known or not all(map(_is_inert, module._forward_hooks.values())):
             return Reason("{} has a forward hook", name or "the model", remedy=hints.REMOVE_HOOK)
         if nn.utils.parametrize.is_parametrized(module):
             return Reason("{} is parametrized", name,

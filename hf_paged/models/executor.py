@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from itertools import repeat
 from types import ModuleType
 from typing import Any
 
@@ -36,9 +37,10 @@ from hf_paged.guards.original_classes import of_class, patched_entry
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.replaced_forwards import autocast_of_call, functions_of, kernel_numbers, why_not_replaced
 from hf_paged.guards.tokenwise import quantization_state, stores_float8
-from hf_paged.models.base import AttentionMask, KVSpec, StepContext
+from hf_paged.models.base import AttentionMask, KVSpec, RoutesShape, StepContext
 from hf_paged.models.paged_calls import paged_call, running
 from hf_paged.models.recurrent.view import StateView, cache_argument
+from hf_paged.models.routing.record import RouteRecorder, routers_of, shape_of
 from hf_paged.models.tuners import (
     BASE,
     AdapterRows,
@@ -101,6 +103,10 @@ class ModelExecutor(ABC):
     Args:
         model_class: transformers' own class, which the model's class is or derives from.
         modeling: module of the decoder's classes.
+        routed_experts: as in `PagedConfig`.
+
+    Raises:
+        ValueError: ``routed_experts`` for a model whose routes are not recorded.
     """
 
     calls_modules = True  # whether all modules run as they stand, on packed tokens
@@ -109,7 +115,8 @@ class ModelExecutor(ABC):
     inner_decoder: str | None = None  # path of the decoder below `body` that takes vectors, of image-text models
     has_experts = True  # whether forwards may look up an implementation of experts
 
-    def __init__(self, model: PreTrainedModel, model_class: Any, modeling: ModuleType) -> None:
+    def __init__(self, model: PreTrainedModel, model_class: Any, modeling: ModuleType, *,
+                 routed_experts: bool = False) -> None:
         self._source = weakref.ref(model)
         self.replica = replica_of(model)
         self.model_class = model_class
@@ -122,6 +129,10 @@ class ModelExecutor(ABC):
         self.watch = ModelWatch()
         self._functions = functions_of(modeling)
         self.original_code()  # record it now, before code patches the enabled model
+        self.routes: RoutesShape | None = None  # None: they are not recorded
+        self._routers: tuple[str, ...] = ()  # paths below the decoder
+        if routed_experts:
+            self._find_routers()
 
     # -- the model --------------------------------------------------------------------------------------------------
 
@@ -316,6 +327,23 @@ class ModelExecutor(ABC):
                 return Reason("{} of {} is replaced on the instance", min(replaced), path, remedy=UNDO_REPLACEMENT)
         return None
 
+    def _find_routers(self) -> None:
+        routers, name = routers_of(self.decoder), self.model_class.__name__
+        if self.has_states or self.group.is_parallel:
+            what = "over several ranks" if self.group.is_parallel else "with recurrent states"
+            raise ValueError(f"routed_experts=True: routes of {name} {what} are not recorded; expected False")
+        self.routes = shape_of(routers)
+        if self.routes is None:
+            found = "unlike routers" if routers else "no router of experts"
+            raise ValueError(f"routed_experts=True: {name} has {found}; expected False")
+        self._routers = tuple(routers)
+
+    def route_recorders(self, step: StepContext) -> Iterator[Callable[[torch.Tensor], None] | None]:
+        """Return, for each layer with a router in order, what takes the experts of a step's tokens; Nones without."""
+        if self.routes is None:
+            return repeat(None)
+        return map(RouteRecorder(step).of_layer, range(self.routes.num_layers))
+
     # -- what is made of the weights --------------------------------------------------------------------------------
 
     def prepare(self, max_model_len: int) -> None:  # noqa: B027
@@ -384,8 +412,15 @@ class ModelExecutor(ABC):
 
     def body_of_step(self, step: StepContext) -> nn.Module:
         """Return the decoder, or a view of it, whose forward computes a step."""
+        return self.body_with(step, {})
+
+    def body_with(self, step: StepContext, forwards: Mapping[str, Callable[..., Any]]) -> nn.Module:
+        """Return the decoder, or a view of it, in which modules run these forwards, and routers record routes."""
         decoder: nn.Module = self.decoder
-        return decoder
+        if self.routes is not None:
+            routers = {path: decoder.get_submodule(path) for path in self._routers}
+            forwards = RouteRecorder(step).forwards(routers, forwards)
+        return view_of(decoder, forwards) if forwards else decoder
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Compute final normed hidden states [T, hidden_size], or [W, hidden_size] of `wanted` tokens, from ids [T]."""

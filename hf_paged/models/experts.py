@@ -17,7 +17,7 @@ from transformers.integrations import moe
 from hf_paged.device.cuda import compute_capability
 from hf_paged.guards.expert_code import GATES, ROUTERS, ignores_logits, known_code
 from hf_paged.guards.families import SILU
-from hf_paged.guards.hooks import only_captures
+from hf_paged.guards.hooks import ReplayHook, only_captures
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.experts.down import down_unchecked
 from hf_paged.kernels.experts.gate_up import ExpertWeights, Gating, gate_up_unchecked
@@ -33,8 +33,9 @@ from hf_paged.kernels.experts.route import (
     num_arrivals,
     route_unchecked,
 )
-from hf_paged.models.executor import ModelExecutor
+from hf_paged.models.executor import ModelExecutor, view_of
 from hf_paged.models.layer_ops import apply_module
+from hf_paged.models.routing.record import recording
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import ShardedExperts
 
@@ -101,15 +102,21 @@ class ExpertsParts(NamedTuple):
         return None if len(hidden) > MOST_ROWS else self.products(hidden, self.routes(hidden, lengths))
 
 
-def apply_experts(block: nn.Module, parts: ExpertsParts | None, hidden: torch.Tensor,
-                  lengths: torch.Tensor | None) -> tuple[torch.Tensor | ExpertOutputs, ParallelGroup]:
+def apply_experts(block: nn.Module, parts: ExpertsParts | None, hidden: torch.Tensor, lengths: torch.Tensor | None,
+                  record: Callable[[torch.Tensor], None] | None = None,
+                  ) -> tuple[torch.Tensor | ExpertOutputs, ParallelGroup]:
     """Compute a block of experts on hidden [T, H]: [T, H], or products that are not added up yet.
 
-    Returns the ranks over which the result still has to be summed as well.
+    ``record`` takes the experts [T, k] of each token. Returns the ranks over which the result still has to be summed as
+    well.
     """
     outputs = None if parts is None else parts.outputs(hidden, lengths)
     if parts is None or outputs is None:
+        if record is not None:
+            block = view_of(block, {_router_name(block): recording(_router_of(block), record)})
         return apply_module(block, hidden), SINGLE
+    if record is not None:
+        record(outputs.routes.experts)
     return (join_experts_unchecked(outputs), parts.ranks) if parts.ranks.is_parallel else (outputs, SINGLE)
 
 
@@ -278,7 +285,8 @@ def _router_of(block: nn.Module) -> Any:
 
 def _is_untouched(module: nn.Module) -> bool:
     hooks = module._forward_hooks.values()
-    return all(map(only_captures, hooks)) and not module._forward_pre_hooks and "forward" not in vars(module)
+    inert = all(only_captures(hook) or type(hook) is ReplayHook for hook in hooks)
+    return inert and not module._forward_pre_hooks and "forward" not in vars(module)
 
 
 def _gating(experts: Any) -> Gating | None:

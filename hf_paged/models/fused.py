@@ -95,11 +95,11 @@ class FusedExecutor(ModelExecutor):
 
     def __init__(self, model: PreTrainedModel, *, family: Family, merge_weights: bool = True,
                  fused_kernels: bool = True, one_launch: bool = True, fused_experts: bool = True,
-                 dequantize: bool | str = "auto") -> None:
+                 dequantize: bool | str = "auto", routed_experts: bool = False) -> None:
         self.family = family
         self.has_experts = "experts" in family.parts
         self._spec: tuple[tuple, KVSpec] | None = None  # with the values that it was read from
-        super().__init__(model, family.model_class, family.modeling)
+        super().__init__(model, family.model_class, family.modeling, routed_experts=routed_experts)
         self._merge_weights = merge_weights
         self._ops = FUSED if fused_kernels else PLAIN
         self._wants_one_launch = one_launch and fused_kernels
@@ -143,7 +143,7 @@ class FusedExecutor(ModelExecutor):
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
             self._spec = made_of, KVSpec(
                 len(self._layers()), heads // size, local_kv_heads(config.num_key_value_heads, size), head_dim,
-                self.autocast or weight.dtype, weight.dtype, weight.device)
+                self.autocast or weight.dtype, weight.dtype, weight.device, routes=self.routes)
         return self._spec[1]
 
     def masks(self) -> tuple[AttentionMask, ...]:
@@ -503,7 +503,8 @@ class FusedExecutor(ModelExecutor):
         ranks = SINGLE  # over which delta still has to be summed
         lengths = step.row_lengths if any(layer.experts is not None for layer in self._layer_parts) else None
         lora: Delta | None = None  # the LoRA update that still has to be added to delta
-        wanted, narrow = step.wanted, narrow_layer(len(self._layer_parts))
+        records = self.route_recorders(step)  # of all tokens, so that the last layer leaves none out
+        wanted, narrow = step.wanted, narrow_layer(len(self._layer_parts) + (self.routes is not None))
         for i in self._different_layers() if is_dry() else range(len(self._layer_parts)):
             layer = self._layer_parts[i]
             normed, residual = self._add_norm(delta, ranks, residual, layer.input_norm, lora)
@@ -522,7 +523,7 @@ class FusedExecutor(ModelExecutor):
             delta, ranks, lora = layer.o_proj(mixed.flatten(1), rows)
             normed, residual = self._add_norm(delta, ranks, residual, layer.post_norm, lora)
             if layer.gate_up is None or layer.down_proj is None:
-                (delta, ranks), lora = apply_experts(layer.mlp, layer.experts, normed, lengths), None
+                (delta, ranks), lora = apply_experts(layer.mlp, layer.experts, normed, lengths, next(records)), None
                 continue
             hidden, shrunk = layer.gate_up.silu_mul(normed, rows, layer.down_proj.lora)
             delta, ranks, lora = layer.down_proj(hidden, rows, shrunk)

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 class KVCache:
     """K and V of every layer, each [num_blocks, block_size, num_kv_heads, head_dim], or as `KVSpec.pools` says.
 
+    ``routes``: [num_blocks, block_size, *`KVSpec.routes`], the experts of each token; None if none are kept.
+
     Args:
         max_blocks: Maximum size; if the device supports virtual memory, addresses are reserved for it, so that the
             cache grows without moving and can release and restore its memory. If None, without virtual memory, or for
@@ -36,14 +38,16 @@ class KVCache:
         self.num_blocks = 0
         self.version = 0  # number of moves of the memory
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.routes: torch.Tensor | None = None
         self.states: Any = None  # the `StatePool` beside the pages, of a model with recurrent states
         self._memory: VirtualMemory | None = None
-        if max_blocks is not None and not spec.pools and spec.num_layers:
+        if max_blocks is not None and spec.are_tensors_alike:
             self._reserve(num_blocks, max_blocks)
         if self._memory is None:
             self.layers = [(self._empty(num_blocks, shape.num_kv_heads, shape.head_dim),
                             self._empty(num_blocks, shape.num_kv_heads, shape.value_dim))
                            for shape in spec.pool_shapes()]
+            self.routes = self._no_routes(num_blocks)
             self.num_blocks = num_blocks
 
     @property
@@ -69,6 +73,9 @@ class KVCache:
                 new[: self.num_blocks] = old[: self.num_blocks]  # a failed growth may have enlarged some tensors
                 self.layers[i] = (new, self.layers[i][1]) if j == 0 else (self.layers[i][0], new)
                 del old
+        if self.routes is not None and (grown := self._no_routes(num_blocks)) is not None:
+            grown[: self.num_blocks] = self.routes[: self.num_blocks]
+            self.routes = grown
         self.num_blocks = num_blocks
 
     def release(self) -> None:
@@ -83,7 +90,7 @@ class KVCache:
 
     def close(self) -> None:
         """Release memory and addresses."""
-        self.layers, self.num_blocks = [], 0
+        self.layers, self.routes, self.num_blocks = [], None, 0
         if self.states is not None:
             self.states.close()
         if self._memory is not None:
@@ -94,6 +101,14 @@ class KVCache:
         for tensors in self.layers:
             for tensor in tensors:
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+        if self.routes is not None:
+            self.routes.index_copy_(0, targets, self.routes.index_select(0, sources))
+
+    def routes_of(self, blocks: list[int], num_tokens: int) -> torch.Tensor:
+        """Return the routes [num_tokens, layers, k] of the first tokens in these blocks, int16 on the host."""
+        assert self.routes is not None
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.routes.device)
+        return self.routes[index].flatten(0, 1)[:num_tokens].to("cpu", torch.int16)
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +144,11 @@ class KVCache:
         self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
         self.num_blocks = num_blocks
 
+    def _no_routes(self, num_blocks: int) -> torch.Tensor | None:
+        shape = self.spec.routes
+        return None if shape is None else torch.zeros((num_blocks, self.block_size, *shape[:2]), dtype=shape.dtype,
+                                                      device=self.spec.device)
+
     def _empty(self, num_blocks: int, num_heads: int, dim: int) -> torch.Tensor:
         shape = (num_blocks, self.block_size, num_heads, dim)
         return torch.empty(shape, dtype=self.spec.cache_dtype, device=self.spec.device)
@@ -136,7 +156,7 @@ class KVCache:
 
 def blocks_within(spec: KVSpec, block_size: int, nbytes: int) -> int:
     """Return the number of blocks in a pool of `nbytes`, whose tensors each take whole pages of device memory."""
-    if spec.pools or not spec.num_layers:
+    if not spec.are_tensors_alike:
         return max(0, nbytes) // max(spec.block_bytes(block_size), 1)
     unit = _granularity(spec)
     return max(0, nbytes) // (2 * spec.num_layers) // unit * unit // _tensor_block_bytes(spec, block_size)
@@ -144,7 +164,7 @@ def blocks_within(spec: KVSpec, block_size: int, nbytes: int) -> int:
 
 def filled(spec: KVSpec, block_size: int, num_blocks: int) -> int:
     """Return the largest number of blocks that takes no more memory than `num_blocks`."""
-    if spec.pools or not spec.num_layers:
+    if not spec.are_tensors_alike:
         return num_blocks
     unit, block = _granularity(spec), _tensor_block_bytes(spec, block_size)
     return -(-num_blocks * block // unit) * unit // block

@@ -159,6 +159,11 @@ class ModelRunner:
         """Return whether `prepare` would not change what a step computes."""
         return self.executor.is_current() and (self.graphs is None or self.graphs.is_current())
 
+    def routes_of(self, blocks: list[int], num_tokens: int) -> torch.Tensor:
+        """Return `KVCache.routes_of`, behind the last step."""
+        self.follow_stream()
+        return self.cache.routes_of(blocks, num_tokens)
+
     def grow_slots(self, num_slots: int) -> int:
         """Raise the number of slots if memory allows; returns the resulting number."""
         if num_slots > self.state.num_slots:

@@ -608,6 +608,7 @@ class Scheduler:
         slot = seq.slot
         if slot >= 0:
             seq.detach(seq.num_computed_tokens)
+            seq.last_blocks = seq.block_table
             self._table.decoding[slot] = False
             self._table.draining[slot] = True
             if not self._table.in_flight[slot]:

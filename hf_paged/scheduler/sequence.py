@@ -81,6 +81,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.slot = -1
         self.block_table: list[int] = []
+        self.last_blocks: list[int] = []  # the table when it finished running
         self.num_cached_tokens = 0
         self.num_preemptions = 0
 

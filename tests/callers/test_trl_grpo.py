@@ -9,15 +9,20 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from family_models import family_model
 from recurrent_models import recurrent_model, with_idiom
 from support import stock_copy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_paged
+from hf_paged.engine.features.routed_experts import RoutedExperts
+from hf_paged.guards.hooks import ReplayHook
+from hf_paged.models.routing.record import routers_of
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl", reason="an extra of the test environment")
@@ -329,3 +334,36 @@ def test_another_forward_of_that_name_is_not_taken_for_trls(trained_path, traine
     hf_paged.enable(model)
     with pytest.warns(hf_paged.FallbackWarning, match="wrapper that hf_paged does not know"):
         assert torch.equal(model.generate(**inputs, max_new_tokens=4), expected)
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_trainer_takes_the_routes_of_its_rollouts(trained_tokenizer, tmp_path, replays):
+    """Old log-probabilities and updates alike, activations computed again among them. The sampler's routes, here each
+    expert's neighbour, are those of the trainer's forwards."""
+    model = family_model("qwen3-moe", vocab_size=len(trained_tokenizer))
+    routers, seen = routers_of(model).values(), []
+    hf_paged.install(replay_routes=replays, strict=True)
+    try:
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=1)
+        engine = hf_paged.get_engine(model)
+        store = engine._replay and engine._replay.store
+        if store:
+            engine._core.features[RoutedExperts].keep = lambda ids, routes: store.keep(
+                ids, torch.where(routes < 0, routes, (routes + 1) % 8))
+        for router in routers:
+            router.register_forward_hook(ReplayHook(router, partial(_note_choice, seen)))  # which eligibility knows
+        _train(model, trained_tokenizer, tmp_path, {"do_sample": True}, num_iterations=2, max_steps=2,
+               steps_per_generation=1, gradient_checkpointing=True)
+        stats = engine.stats()
+        assert not stats.num_rows_not_replayed and stats.num_rows_replayed == (12 if replays else 0)
+        # Of two layers: once for old log-probabilities, and twice in each of two updates.
+        assert (len(seen) == 10 or not replays) and all((same < 0.1) == replays for same in seen)
+    finally:
+        hf_paged.uninstall()
+
+
+def _note_choice(seen: list[float], router: Any, args: Any, result: Any) -> None:
+    """Note which share of tokens takes the experts with the largest logits."""
+    logits, _, experts = result
+    best = logits.topk(experts.shape[-1]).indices.sort(-1).values
+    seen.append((best == experts.sort(-1).values).all(-1).float().mean().item())

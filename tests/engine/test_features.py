@@ -19,6 +19,7 @@ from hf_paged.engine.features.feature_set import FeatureSet
 from hf_paged.engine.features.grammars import StructuredOutput
 from hf_paged.engine.features.kernel_waits import KernelWaits
 from hf_paged.engine.features.log_probs import LogProbs
+from hf_paged.engine.features.routed_experts import RoutedExperts
 from hf_paged.engine.features.stop_rules import StopRules
 from hf_paged.engine.features.streaming import Streaming
 from hf_paged.engine.features.text import Text
@@ -121,5 +122,6 @@ def test_all_features_of_the_folder_are_in_the_set(engine):
     """One that is not there would never be met."""
     assert {type(engine._core.features[kind]) for kind in StepFeature.__subclasses__()
             if kind.__module__.startswith(features.__name__)} == {
-        Adapters, Deadlines, KernelWaits, LogProbs, Speculation, StopRules, Streaming, StructuredOutput, Text, Versions}
+        Adapters, Deadlines, KernelWaits, LogProbs, RoutedExperts, Speculation, StopRules, Streaming, StructuredOutput,
+        Text, Versions}
     assert isinstance(engine._core.features, FeatureSet)

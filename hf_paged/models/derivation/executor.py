@@ -18,7 +18,7 @@ from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.snapshot import EXPERTS, experts_implementation
 from hf_paged.models.base import AttentionMask, KVSpec, PoolShape, StateShape, StepContext
 from hf_paged.models.derivation.rows_in_dtype import Precision, RowsIn
-from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights, plain_values, view_of
+from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights, plain_values
 from hf_paged.models.experts import ExpertForwards
 from hf_paged.models.images.decoder_inputs import decoder_below, feeding
 from hf_paged.models.paged_calls import implementation_of
@@ -80,7 +80,7 @@ class DerivedExecutor(ModelExecutor):
     def __init__(self, model: PreTrainedModel, *, outline: ModelOutline,
                  derive: Callable[[PreTrainedModel], ModelOutline | Reason],
                  rows_in: Callable[[PreTrainedModel, Precision], RowsIn], fused_kernels: bool = True,
-                 fused_experts: bool = True, **techniques: Any) -> None:
+                 fused_experts: bool = True, routed_experts: bool = False, **techniques: Any) -> None:
         """Run a model by its outline.
 
         ``derive`` makes the outline of the model as it is after a change; ``rows_in`` says what rows of a step do in a
@@ -94,7 +94,8 @@ class DerivedExecutor(ModelExecutor):
         is_one_shape = self._are_alike and all(shape.head_dim == shape.value_dim for shape in shapes)
         self._pools = () if is_one_shape else tuple(shapes)
         self._masks = tuple(call.mask for call in outline.calls)
-        super().__init__(model, outline.model_class, sys.modules[outline.model_class.__module__])
+        super().__init__(model, outline.model_class, sys.modules[outline.model_class.__module__],
+                         routed_experts=routed_experts)
         self._experts = ExpertForwards(self, is_wanted=fused_experts and fused_kernels)
         self.inner_decoder = decoder_below(self.model, outline.body, [call.module for call in outline.calls])
         paths = (outline.body, *(call.module for call in outline.calls))
@@ -121,7 +122,7 @@ class DerivedExecutor(ModelExecutor):
         weight, calls = self.model.get_input_embeddings().weight, self.outline.calls
         sizes = calls[0][1:4] if calls else _NO_HEADS
         return KVSpec(len(calls), *sizes, self.autocast or weight.dtype, weight.dtype, weight.device, self._pools,
-                      self._are_alike)
+                      self._are_alike, routes=self.routes)
 
     @property
     def has_stock_cache(self) -> bool:
@@ -190,9 +191,8 @@ class DerivedExecutor(ModelExecutor):
         return self._experts.why_not(device)
 
     def body_of_step(self, step: StepContext) -> nn.Module:
-        body = super().body_of_step(step)
-        if self.autocast is None and (forwards := self._experts.of_step(len(step.positions), step.row_lengths)):
-            body = view_of(body, forwards)
+        own = self._experts.of_step(len(step.positions), step.row_lengths) if self.autocast is None else {}
+        body = self.body_with(step, own)
         if step.fed is None or self.inner_decoder is None:
             return body
         return feeding(body, self.inner_decoder.removeprefix(f"{self.body}."), step.fed)

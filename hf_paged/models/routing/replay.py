@@ -1,0 +1,160 @@
+"""A trainer's forwards with the routes of the sampler: a store of rollouts, and hooks on a decoder and its routers.
+
+The decoder's hook looks each row's token ids up and sets the routes of the forward; the routers' hooks choose by them.
+A hook on the decoder's result sets them again when the backward pass of this forward begins, so that layers whose
+activations are then computed again choose alike.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from hf_paged.errors import FallbackWarning
+from hf_paged.guards.hooks import ReplayHook
+from hf_paged.models.base import RoutesShape
+from hf_paged.models.routing.record import UNKNOWN, Choice, no_choice, routers_of, shape_of
+from hf_paged.process_lock import ProcessLock
+
+MOST_BYTES = 1 << 30  # of routes in a store: more than a million tokens of a model with 48 layers and 8 experts a token
+_CACHES = ("past_key_values", "cache")
+_FREE = ("hf_paged: a forward of the model got a row of which no completion has the routes, and which routes freely "
+         "(later ones are counted without a warning: EngineStats.num_rows_not_replayed). Rows are found by their "
+         "tokens: input_ids without padding, which begin as a prompt and its output did.")
+
+
+class RouteStore:
+    """Routes of the last completions by their token ids.
+
+    Args:
+        most_bytes: the oldest are dropped if routes take more.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._routes: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._most_bytes, self._num_bytes = most_bytes, 0
+        self._lock = ProcessLock()  # completions come from an engine's thread
+
+    def keep(self, tokens: list[int], routes: torch.Tensor) -> None:
+        """Add the routes [tokens, layers, k] of a prompt and its output; those of the same tokens are replaced."""
+        key = np.asarray(tokens, np.int32).tobytes()
+        with self._lock.rlock:
+            if (old := self._routes.pop(key, None)) is not None:
+                self._num_bytes -= old.nbytes
+            self._routes[key] = routes
+            self._num_bytes += routes.nbytes
+            while self._num_bytes > self._most_bytes:
+                self._num_bytes -= self._routes.popitem(last=False)[1].nbytes
+
+    def find(self, tokens: np.ndarray) -> torch.Tensor | None:
+        """Return the routes of these tokens, or of the last completion that begins with them; None if there is none."""
+        key = tokens.astype(np.int32).tobytes()
+        with self._lock.rlock:
+            if (exact := self._routes.get(key)) is not None:
+                return exact
+            return next((routes[: len(tokens)] for known, routes in reversed(self._routes.items())
+                         if known.startswith(key)), None)
+
+
+class ReplayCounts(NamedTuple):
+    """Rows of forwards that took recorded routes, and rows that routed freely since there were none of them."""
+
+    num_replayed: int
+    num_free: int
+
+
+class Replay:
+    """Hooks on a model's decoder and its routers, which take routes from a store. Does not keep the model alive.
+
+    Forwards with a cache (generation) and forwards with all adapters disabled (a reference model's) route freely.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        routers = routers_of(decoder)
+        shape = shape_of(routers)
+        assert shape is not None
+        self.store = RouteStore()
+        self.counts = ReplayCounts(0, 0)
+        self._shape: RoutesShape = shape
+        self._current: torch.Tensor | None = None  # [rows * columns, layers, k] of the pass under way
+        self._handles = [
+            decoder.register_forward_pre_hook(ReplayHook(decoder, self._before), with_kwargs=True),
+            decoder.register_forward_hook(ReplayHook(decoder, self._after), always_call=True)]
+        self._handles += [router.register_forward_hook(ReplayHook(router, partial(self._choose, layer)),
+                                                       with_kwargs=True)
+                          for layer, router in enumerate(routers.values())]
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._current = None
+
+    def _before(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._current = self._routes_for(decoder, args, kwargs)
+
+    def _routes_for(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """Return the routes of a forward with these arguments; None if it routes freely."""
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if any(kwargs.get(name) is not None for name in _CACHES) or _is_reference(decoder):
+            return None
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2:  # embeddings
+            self._count(0, 1)
+            return None
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        if mask is None:
+            mask = torch.ones_like(ids)
+        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+            return self._routes_of(ids, mask.bool())
+        self._count(0, len(ids))
+        return None
+
+    def _routes_of(self, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor | None:
+        """Return the routes of a batch on its device; None if no row has any."""
+        tokens, is_real = ids.cpu().numpy(), real.cpu().numpy()
+        routes = torch.full((*ids.shape, *self._shape[:2]), UNKNOWN, dtype=torch.int16, device="cpu")
+        found = 0
+        for row in range(len(tokens)):
+            if (known := self.store.find(tokens[row][is_real[row]])) is not None:
+                routes[row, is_real[row]] = known
+                found += 1
+        self._count(found, len(tokens) - found)
+        return routes.flatten(0, 1).to(ids.device) if found else None
+
+    def _count(self, num_replayed: int, num_free: int) -> None:
+        before = self.counts
+        self.counts = ReplayCounts(before.num_replayed + num_replayed, before.num_free + num_free)
+        if num_free and not before.num_free:
+            warnings.warn(_FREE, FallbackWarning, stacklevel=2)
+
+    def _after(self, decoder: nn.Module, args: tuple, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(partial(self._begin_backward, self._current))
+        if not torch.is_grad_enabled():
+            self._current = None
+
+    def _begin_backward(self, routes: torch.Tensor | None, gradient: torch.Tensor) -> None:
+        self._current = routes
+
+    def _choose(self, layer: int, router: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Run the router's forward again, with the experts chosen; returns None if it routes freely."""
+        if self._current is None:
+            return None
+        with Choice(router, self._current[:, layer]) as choice:
+            chosen = router.forward(*args, **kwargs)
+        if choice.chosen is None:
+            raise no_choice("replay_routes", router)
+        return chosen
+
+
+def _is_reference(decoder: nn.Module) -> bool:
+    """Return whether there are adapters, all of which are disabled."""
+    states = {bool(module.disable_adapters) for module in decoder.modules() if "lora_A" in module._modules}
+    return states == {True}
