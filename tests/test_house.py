@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_paged"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES, MOST_FILES = 54_990, 326
+MOST_LINES, MOST_FILES = 54_993, 326
 # A file of more lines is several ideas. Those that are: what they may have at most.
 MOST_LINES_OF_A_FILE = 700
 LONG_FILES: dict[str, int] = {}
@@ -41,7 +41,7 @@ MOST_WORDS = {
     "docs/notebook.md": 1_500, "docs/observing.md": 650, "docs/options.md": 700, "docs/parallel.md": 500,
     "docs/performance.md": 1_500, "docs/reinforcement_learning.md": 1_100, "docs/server.md": 1_025,
     "docs/server_fields.md": 1_025, "docs/sharded_trainers.md": 550, "docs/structured.md": 775,
-    "docs/troubleshooting.md": 2_680,
+    "docs/troubleshooting.md": 2_690,
 }
 # The figures have a time; every other page is of today.
 DATED = {"docs/performance.md"}

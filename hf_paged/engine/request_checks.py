@@ -19,7 +19,7 @@ from hf_paged.engine.text import tokenizer_traits
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.guards.replaced_forwards import autocast_of_call
 from hf_paged.models.eligibility import why_not_native, why_not_subclass
-from hf_paged.models.images.fed_contents import FedContents
+from hf_paged.models.images.fed_contents import MOST_BYTES, FedContents
 from hf_paged.models.images.fed_prompt import FedPrompt
 from hf_paged.models.images.recording import STAYS_IN_STOCK, record
 from hf_paged.options.arguments import token_id_lists, token_ids
@@ -41,7 +41,7 @@ class RequestChecks(LockedCore):
         super().__init__(model, config, tokenizer, owns_device=owns_device)
         # Of the last request, since most calls repeat the same strings: what the criterion was made from; references,
         # so that its ids stay those of these objects; and the criterion, which takes long to make.
-        self._fed_contents = FedContents()
+        self._fed_contents = FedContents(MOST_BYTES if config.enable_prefix_caching else 0)
         self._stop_strings: tuple[tuple, tuple, StopStringCriteria] | None = None
 
     def class_reason(self) -> Reason | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_MOST_BYTES = 256 << 20  # of the rows that are held to compare others with
+MOST_BYTES = 256 << 20  # of the rows that are held to compare others with
 
 
 class _Content(NamedTuple):
@@ -25,7 +25,7 @@ class FedContents:
     prefix cache.
     """
 
-    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes, self._num_bytes, self._last = most_bytes, 0, 0
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[Any, int], _Content] = OrderedDict()
