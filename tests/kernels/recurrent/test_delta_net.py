@@ -116,7 +116,7 @@ def test_without_rows():
     (lambda i, w, s, n: (i, w, s, n.long()), "slots"),
     (lambda i, w, s, n: (i._replace(value=i.value.transpose(2, 3).contiguous().transpose(2, 3)), w, s, n), "value"),
     (lambda i, w, s, n: (i._replace(gate=torch.cat([i.gate, i.gate], 2)[:, :, ::2]), w, s, n), "side by side"),
-], ids=str)
+], ids=lambda value: value if isinstance(value, str) else "change")
 def test_arguments(change, message):
     with pytest.raises(ValueError, match=message):
         delta_net(*change(*make(torch.float32)))
