@@ -115,6 +115,11 @@ def paged_call(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
                     del _switched[id(config)]  # last: a forked child restores the name by it
 
 
+def is_in_step() -> bool:
+    """Return whether this thread runs a forward over a step."""
+    return _running.forward is not None
+
+
 @contextmanager
 def running(step: StepContext, calls: tuple[AttentionMask, ...]) -> Iterator[None]:
     """Let this thread's attention calls in a paged call attend over the pages of `step`, in a ``with`` block.

@@ -1,8 +1,8 @@
 """A trainer's forwards with the routes of the sampler: a store of rollouts, and hooks on a decoder and its routers.
 
 The decoder's hook looks each row's token ids up and sets the routes of the forward; the routers' hooks choose by them.
-A hook on the decoder's result sets them again when the backward pass of this forward begins, so that layers whose
-activations are then computed again choose alike.
+A hook on the decoder's result sets them again for the backward pass of this forward, so that layers whose activations
+are then computed again choose alike. Outside of both, and in steps of engines, routers choose freely.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from hf_paged.errors import FallbackWarning
 from hf_paged.guards.hooks import ReplayHook
 from hf_paged.models.base import RoutesShape
+from hf_paged.models.paged_calls import is_in_step
 from hf_paged.models.routing.record import UNKNOWN, Choice, no_choice, routers_of, shape_of
 from hf_paged.process_lock import ProcessLock
 
@@ -82,7 +83,7 @@ class Replay:
         self.store = RouteStore()
         self.counts = ReplayCounts(0, 0)
         self._shape: RoutesShape = shape
-        self._current: torch.Tensor | None = None  # [rows * columns, layers, k] of the pass under way
+        self._current: torch.Tensor | None = None  # [rows * columns, layers, k] of the forward or backward under way
         self._handles = [
             decoder.register_forward_pre_hook(ReplayHook(decoder, self._before), with_kwargs=True),
             decoder.register_forward_hook(ReplayHook(decoder, self._after), always_call=True)]
@@ -97,7 +98,7 @@ class Replay:
         self._current = None
 
     def _before(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._current = self._routes_for(decoder, args, kwargs)
+        self._current = None if is_in_step() else self._routes_for(decoder, args, kwargs)
 
     def _routes_for(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Return the routes of a forward with these arguments; None if it routes freely."""
@@ -137,11 +138,15 @@ class Replay:
         hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
         if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             hidden.register_hook(partial(self._begin_backward, self._current))
-        if not torch.is_grad_enabled():
-            self._current = None
+        self._current = None
 
     def _begin_backward(self, routes: torch.Tensor | None, gradient: torch.Tensor) -> None:
         self._current = routes
+        if routes is not None:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # at the end of this backward pass
+
+    def _end(self) -> None:
+        self._current = None
 
     def _choose(self, layer: int, router: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Run the router's forward again, with the experts chosen; returns None if it routes freely."""

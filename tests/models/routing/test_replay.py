@@ -143,6 +143,33 @@ def test_forwards_without_gradients_leave_no_routes():
     assert replay._current is None and replay.counts.num_replayed == 1
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_between_the_passes_of_a_trainer_routers_choose_freely(name):
+    """Also behind a forward that an error ends; steps of another engine are no rows of the trainer's."""
+    model = model_of(name)
+    inputs, prompt = batch([9, 6]), random_prompts([7])
+    with hf_paged.PagedGenerator(copy.deepcopy(model)) as generator:
+        expected = generator.generate(prompt, GenerationConfig(max_new_tokens=6, do_sample=False))[0].token_ids
+    replay = Replay(model.model)
+    keep(replay, inputs, others(model, routes_in(model, inputs)))
+
+    def check():
+        counts = replay.counts
+        with hf_paged.PagedGenerator(model) as generator:
+            made = generator.generate(prompt, GenerationConfig(max_new_tokens=6, do_sample=False))[0].token_ids
+        assert made == expected and replay.counts == counts
+
+    logits = model(**inputs).logits
+    check()
+    logits.sum().backward()
+    check()
+    handle = model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+    with suppress(ZeroDivisionError):
+        model(**inputs)
+    handle.remove()
+    check()
+
+
 def test_truncated_rows_are_found_and_unknown_ones_counted():
     model = family_model("qwen3-moe")
     inputs = batch([19])
