@@ -140,7 +140,7 @@ class Engine(RequestChecks, WeightAccess):
             raise ValueError("replay_routes: expected an engine with routed_experts=True")
         if self._replay is None:
             self._replay = Replay(self._executor.source.get_submodule(self._executor.body))
-            self._core.features[RoutedExperts].keep = self._replay.store.keep
+            self._core.features[RoutedExperts].keep = self._replay.keep
 
     def _spec_of(self, prompt_token_ids: Any, generation_config: GenerationConfig | None, keywords: EngineKeywords,
                  autocast: torch.dtype | None) -> RequestSpec:

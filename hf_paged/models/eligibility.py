@@ -72,7 +72,7 @@ def why_not_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reas
     if executor.replica is not None and (reason := executor.replica.refresh()) is not None:
         return reason
     if (reason := why_not_global_state() or _why_not_class(executor) or why_not_attention(
-            implementation_of(executor.config))) is not None:
+            implementation_of(executor.config)) or executor.why_not_routes()) is not None:
         return reason
     structure = executor.watch.structure(executor.model)  # first: changes made during the checks are noticed later
     look = executor.last_look(structure)

@@ -30,7 +30,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from hf_paged.errors import Reason
-from hf_paged.guards.hints import ONE_DTYPE, REMOVE_HOOK, UNDO_REPLACEMENT
+from hf_paged.guards.hints import ENABLE_AGAIN, ONE_DTYPE, REMOVE_HOOK, UNDO_REPLACEMENT
 from hf_paged.guards.hooks import names_in_force
 from hf_paged.guards.model_watch import ModelTensors, ModelWatch
 from hf_paged.guards.original_classes import of_class, patched_entry
@@ -337,6 +337,13 @@ class ModelExecutor(ABC):
             found = "unlike routers" if routers else "no router of experts"
             raise ValueError(f"routed_experts=True: {name} has {found}; expected False")
         self._routers = tuple(routers)
+
+    def why_not_routes(self) -> Reason | None:
+        """Return why the routes of a step would not fit the pool, or None."""
+        if self.routes is None or shape_of(routers_of(self.decoder)) == self.routes:
+            return None
+        return Reason("routers that choose other numbers of experts than when the model was enabled",
+                      remedy=ENABLE_AGAIN)
 
     def route_recorders(self, step: StepContext) -> Iterator[Callable[[torch.Tensor], None] | None]:
         """Return, for each layer with a router in order, what takes the experts of a step's tokens; Nones without."""

@@ -348,7 +348,7 @@ def test_a_trainer_takes_the_routes_of_its_rollouts(trained_tokenizer, tmp_path,
         engine = hf_paged.get_engine(model)
         store = engine._replay and engine._replay.store
         if store:
-            engine._core.features[RoutedExperts].keep = lambda ids, routes: store.keep(
+            engine._core.features[RoutedExperts].keep = lambda ids, routes, adapter: store.keep(
                 ids, torch.where(routes < 0, routes, (routes + 1) % 8))
         for router in routers:
             router.register_forward_hook(ReplayHook(router, partial(_note_choice, seen)))  # which eligibility knows

@@ -179,3 +179,11 @@ def test_models_without_recorded_routes(make, what):
         hf_paged.Engine(make(), PagedConfig(routed_experts=True))
 
 
+
+
+def test_routers_that_choose_another_number_of_experts_later():
+    model = hf_paged.enable(family_model("qwen3-moe"), routed_experts=True)
+    for router in routers_of(model).values():
+        router.top_k = 1
+    with pytest.warns(hf_paged.FallbackWarning, match="other numbers of experts"):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=1)

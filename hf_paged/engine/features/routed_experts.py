@@ -23,13 +23,14 @@ class RoutedExperts(StepFeature):
         read: returns the routes of so many tokens in these blocks.
 
     Attributes:
-        keep: called with the token ids of a request that ended, prompt and output, and their routes.
+        keep: called for a request that ended, with its token ids, prompt and output, their routes, if all but the last
+            one's are known, and the name of the adapter that it gave.
     """
 
     def __init__(self, shape: RoutesShape | None, read: Callable[[list[int], int], torch.Tensor]) -> None:
         super().__init__()
         self._shape, self._read = shape, read
-        self.keep: Callable[[list[int], torch.Tensor], None] | None = None
+        self.keep: Callable[[list[int], torch.Tensor, str | None], None] | None = None
 
     def uses(self, request: Request) -> bool:
         return self._shape is not None
@@ -42,6 +43,6 @@ class RoutedExperts(StepFeature):
         if sequence.last_blocks:
             known = min(sequence.num_computed_tokens, len(tokens) - 1)
             routes[:known] = self._read(sequence.last_blocks, known)
-            if self.keep is not None:
-                self.keep(tokens, routes)
+            if self.keep is not None and known == len(tokens) - 1:
+                self.keep(tokens, routes, sequence.adapter)
         last.completion["routed_experts"] = routes

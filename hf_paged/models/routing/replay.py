@@ -8,6 +8,7 @@ are then computed again choose alike. Outside of both, and in steps of engines, 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import OrderedDict
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,20 +32,20 @@ _FREE = ("hf_paged: a forward of the model got a row of which no completion has 
 
 
 class RouteStore:
-    """Routes of the last completions by their token ids.
+    """Routes of the last completions by their token ids and the names of the adapters that were active.
 
     Args:
         most_bytes: the oldest are dropped if routes take more.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._routes: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._routes: OrderedDict[tuple[tuple[str, ...], bytes], torch.Tensor] = OrderedDict()
         self._most_bytes, self._num_bytes = most_bytes, 0
         self._lock = ProcessLock()  # completions come from an engine's thread
 
-    def keep(self, tokens: list[int], routes: torch.Tensor) -> None:
+    def keep(self, tokens: list[int], routes: torch.Tensor, adapters: tuple[str, ...] = ()) -> None:
         """Add the routes [tokens, layers, k] of a prompt and its output; those of the same tokens are replaced."""
-        key = np.asarray(tokens, np.int32).tobytes()
+        key = adapters, np.asarray(tokens, np.int32).tobytes()
         with self._lock.rlock:
             if (old := self._routes.pop(key, None)) is not None:
                 self._num_bytes -= old.nbytes
@@ -53,14 +54,14 @@ class RouteStore:
             while self._num_bytes > self._most_bytes:
                 self._num_bytes -= self._routes.popitem(last=False)[1].nbytes
 
-    def find(self, tokens: np.ndarray) -> torch.Tensor | None:
+    def find(self, tokens: np.ndarray, adapters: tuple[str, ...] = ()) -> torch.Tensor | None:
         """Return the routes of these tokens, or of the last completion that begins with them; None if there is none."""
         key = tokens.astype(np.int32).tobytes()
         with self._lock.rlock:
-            if (exact := self._routes.get(key)) is not None:
+            if (exact := self._routes.get((adapters, key))) is not None:
                 return exact
-            return next((routes[: len(tokens)] for known, routes in reversed(self._routes.items())
-                         if known.startswith(key)), None)
+            return next((routes[: len(tokens)] for (active, known), routes in reversed(self._routes.items())
+                         if active == adapters and known.startswith(key)), None)
 
 
 class ReplayCounts(NamedTuple):
@@ -74,6 +75,7 @@ class Replay:
     """Hooks on a model's decoder and its routers, which take routes from a store. Does not keep the model alive.
 
     Forwards with a cache (generation) and forwards with all adapters disabled (a reference model's) route freely.
+    Routes of other adapters than the active ones, and of routers that were exchanged since, count as unknown.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -83,6 +85,7 @@ class Replay:
         self.store = RouteStore()
         self.counts = ReplayCounts(0, 0)
         self._shape: RoutesShape = shape
+        self._decoder, self._routers = weakref.ref(decoder), tuple(map(weakref.ref, routers.values()))
         self._current: torch.Tensor | None = None  # [rows * columns, layers, k] of the forward or backward under way
         self._handles = [
             decoder.register_forward_pre_hook(ReplayHook(decoder, self._before), with_kwargs=True),
@@ -90,6 +93,14 @@ class Replay:
         self._handles += [router.register_forward_hook(ReplayHook(router, partial(self._choose, layer)),
                                                        with_kwargs=True)
                           for layer, router in enumerate(routers.values())]
+
+    def keep(self, tokens: list[int], routes: torch.Tensor, adapter: str | None) -> None:
+        """Keep the routes of a completion; ``adapter``: the name that its request gave, None: the active ones ran."""
+        decoder = self._decoder()
+        assert decoder is not None, "an engine keeps its model"
+        adapters = active_adapters(decoder) if adapter is None else (adapter,)
+        if adapters is not None:
+            self.store.keep(tokens, routes, adapters)
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -103,26 +114,36 @@ class Replay:
     def _routes_for(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Return the routes of a forward with these arguments; None if it routes freely."""
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if any(kwargs.get(name) is not None for name in _CACHES) or _is_reference(decoder):
+        adapters = active_adapters(decoder)
+        if any(kwargs.get(name) is not None for name in _CACHES) or adapters is None:
             return None
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:  # embeddings
             self._count(0, 1)
+            return None
+        if not self._has_its_routers(decoder):
+            self._count(0, len(ids))
             return None
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         if mask is None:
             mask = torch.ones_like(ids)
         if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
-            return self._routes_of(ids, mask.bool())
+            return self._routes_of(ids, mask.bool(), adapters)
         self._count(0, len(ids))
         return None
 
-    def _routes_of(self, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor | None:
+    def _has_its_routers(self, decoder: nn.Module) -> bool:
+        """Return whether the decoder's routers are those with hooks, and choose as many experts as then."""
+        now = routers_of(decoder)
+        return shape_of(now) == self._shape and all(
+            router is ref() for router, ref in zip(now.values(), self._routers, strict=True))
+
+    def _routes_of(self, ids: torch.Tensor, real: torch.Tensor, adapters: tuple[str, ...]) -> torch.Tensor | None:
         """Return the routes of a batch on its device; None if no row has any."""
         tokens, is_real = ids.cpu().numpy(), real.cpu().numpy()
         routes = torch.full((*ids.shape, *self._shape[:2]), UNKNOWN, dtype=torch.int16, device="cpu")
         found = 0
         for row in range(len(tokens)):
-            if (known := self.store.find(tokens[row][is_real[row]])) is not None:
+            if (known := self.store.find(tokens[row][is_real[row]], adapters)) is not None:
                 routes[row, is_real[row]] = known
                 found += 1
         self._count(found, len(tokens) - found)
@@ -159,7 +180,9 @@ class Replay:
         return chosen
 
 
-def _is_reference(decoder: nn.Module) -> bool:
-    """Return whether there are adapters, all of which are disabled."""
-    states = {bool(module.disable_adapters) for module in decoder.modules() if "lora_A" in module._modules}
-    return states == {True}
+def active_adapters(decoder: nn.Module) -> tuple[str, ...] | None:
+    """Return the names of the active adapters of LoRA, none without adapters; None if all of them are disabled."""
+    adapted: list[Any] = [module for module in decoder.modules() if "lora_A" in module._modules]
+    if adapted and all(module.disable_adapters for module in adapted):
+        return None
+    return tuple(dict.fromkeys(name for module in adapted for name in module.active_adapters))

@@ -43,7 +43,7 @@ def routes_in(model, inputs):
 
 def keep(replay, inputs, routes):
     for ids, mask, one in zip(inputs["input_ids"], inputs["attention_mask"].bool(), routes, strict=True):
-        replay.store.keep(ids[mask].tolist(), one[mask])
+        replay.keep(ids[mask].tolist(), one[mask], None)
 
 
 def others(model, routes):
@@ -212,6 +212,40 @@ def test_copies_of_a_model_route_freely():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(routes_in(twin, inputs), free)
     assert replay.counts == (0, 0)
+
+
+def test_routes_belong_to_the_adapters_under_which_they_were_taken():
+    """A reference model may be another adapter."""
+    model = with_adapter(family_model("qwen3-moe"))
+    model.add_adapter("other", model.peft_config["default"])
+    inputs, decoder = batch([9]), model.get_base_model().model
+    taken = others(model, routes_in(model, inputs))
+    replay = Replay(decoder)
+    keep(replay, inputs, taken)
+    assert torch.equal(routes_in(model, inputs), taken) and replay.counts == (1, 0)
+    model.set_adapter("other")
+    with pytest.warns(hf_paged.FallbackWarning, match="routes freely"):
+        free = routes_in(model, inputs)
+    assert not torch.equal(free, taken) and replay.counts == (1, 1)
+    ids = inputs["input_ids"][0].tolist()
+    replay.keep(ids, free[0], "default")
+    model.set_adapter("default")
+    assert torch.equal(routes_in(model, inputs), free)
+
+
+def test_routers_that_were_exchanged_or_choose_other_numbers_are_counted():
+    model = family_model("qwen3-moe")
+    inputs, block = batch([9]), model.model.layers[0].mlp
+    taken = others(model, routes_in(model, inputs))
+    replay = Replay(model.model)
+    keep(replay, inputs, taken)
+    own, block.gate = block.gate, copy.deepcopy(block.gate)
+    with pytest.warns(hf_paged.FallbackWarning, match="routes freely"):
+        model(**inputs)
+    block.gate = own
+    own.top_k = 1
+    model(**inputs)
+    assert replay.counts == (0, 2)
 
 
 def test_a_store_drops_the_oldest():
