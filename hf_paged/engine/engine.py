@@ -139,7 +139,7 @@ class Engine(RequestChecks, WeightAccess):
         if self._executor.routes is None:
             raise ValueError("replay_routes: expected an engine with routed_experts=True")
         if self._replay is None:
-            self._replay = Replay(self._executor.source.get_submodule(self._executor.body))
+            self._replay = Replay(self._executor.source.get_submodule(self._executor.body), owner=self)
             self._core.features[RoutedExperts].keep = self._replay.keep
 
     def _spec_of(self, prompt_token_ids: Any, generation_config: GenerationConfig | None, keywords: EngineKeywords,

@@ -1,12 +1,13 @@
 """A trainer's forwards with the routes of the sampler: a store of rollouts, and hooks on a decoder and its routers.
 
 The decoder's hook looks each row's token ids up and sets the routes of the forward; the routers' hooks choose by them.
-A hook on the decoder's result sets them again for the backward pass of this forward, so that layers whose activations
-are then computed again choose alike. Outside of both, and in steps of engines, routers choose freely.
+In a backward pass layers whose activations are computed again choose as in its forward: that of the decoder's result
+which the pass began with, or the last one. Outside of both, and in steps of engines, routers choose freely.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from hf_paged.models.routing.record import UNKNOWN, Choice, no_choice, routers_o
 from hf_paged.process_lock import ProcessLock
 
 MOST_BYTES = 1 << 30  # of routes in a store: more than a million tokens of a model with 48 layers and 8 experts a token
+_NO_PASS = -1  # number of no backward pass
 _CACHES = ("past_key_values", "cache")
 _FREE = ("hf_paged: a forward of the model got a row of which no completion has the routes, and which routes freely "
          "(later ones are counted without a warning: EngineStats.num_rows_not_replayed). Rows are found by their "
@@ -49,7 +51,7 @@ class RouteStore:
         with self._lock.rlock:
             if (old := self._routes.pop(key, None)) is not None:
                 self._num_bytes -= old.nbytes
-            self._routes[key] = routes
+            self._routes[key] = routes.clone()  # a caller may write to the completion's
             self._num_bytes += routes.nbytes
             while self._num_bytes > self._most_bytes:
                 self._num_bytes -= self._routes.popitem(last=False)[1].nbytes
@@ -64,6 +66,10 @@ class RouteStore:
                          if active == adapters and known.startswith(key)), None)
 
 
+class _Forward(threading.local):
+    routes: torch.Tensor | None = None
+
+
 class ReplayCounts(NamedTuple):
     """Rows of forwards that took recorded routes, and rows that routed freely since there were none of them."""
 
@@ -76,9 +82,12 @@ class Replay:
 
     Forwards with a cache (generation) and forwards with all adapters disabled (a reference model's) route freely.
     Routes of other adapters than the active ones, and of routers that were exchanged since, count as unknown.
+
+    Args:
+        owner: whose end takes the hooks off.
     """
 
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, decoder: nn.Module, owner: object = None) -> None:
         routers = routers_of(decoder)
         shape = shape_of(routers)
         assert shape is not None
@@ -86,13 +95,19 @@ class Replay:
         self.counts = ReplayCounts(0, 0)
         self._shape: RoutesShape = shape
         self._decoder, self._routers = weakref.ref(decoder), tuple(map(weakref.ref, routers.values()))
-        self._current: torch.Tensor | None = None  # [rows * columns, layers, k] of the forward or backward under way
+        # Routes [rows * columns, layers, k]: of the forward that a thread runs, of the last one with gradients, and of
+        # the forward whose backward pass began last, with the number of that pass.
+        self._forward = _Forward()
+        self._last: torch.Tensor | None = None
+        self._backward: tuple[int, torch.Tensor | None] = _NO_PASS, None
         self._handles = [
             decoder.register_forward_pre_hook(ReplayHook(decoder, self._before), with_kwargs=True),
             decoder.register_forward_hook(ReplayHook(decoder, self._after), always_call=True)]
         self._handles += [router.register_forward_hook(ReplayHook(router, partial(self._choose, layer)),
                                                        with_kwargs=True)
                           for layer, router in enumerate(routers.values())]
+        if owner is not None:
+            weakref.finalize(owner, self.remove)
 
     def keep(self, tokens: list[int], routes: torch.Tensor, adapter: str | None) -> None:
         """Keep the routes of a completion; ``adapter``: the name that its request gave, None: the active ones ran."""
@@ -106,10 +121,12 @@ class Replay:
         """Take the hooks off the model."""
         for handle in self._handles:
             handle.remove()
-        self._current = None
+        self.store, self._last, self._backward = RouteStore(), None, (_NO_PASS, None)
 
     def _before(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._current = None if is_in_step() else self._routes_for(decoder, args, kwargs)
+        self._forward.routes = None if is_in_step() else self._routes_for(decoder, args, kwargs)
+        if torch.is_grad_enabled():
+            self._last = self._forward.routes
 
     def _routes_for(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Return the routes of a forward with these arguments; None if it routes freely."""
@@ -158,26 +175,34 @@ class Replay:
     def _after(self, decoder: nn.Module, args: tuple, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
         if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-            hidden.register_hook(partial(self._begin_backward, self._current))
-        self._current = None
+            hidden.register_hook(partial(self._begin_backward, self._forward.routes))
+        self._forward.routes = None
 
     def _begin_backward(self, routes: torch.Tensor | None, gradient: torch.Tensor) -> None:
-        self._current = routes
-        if routes is not None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # at the end of this backward pass
+        self._backward = _number_of_pass(), routes
 
-    def _end(self) -> None:
-        self._current = None
+    def _routes_now(self) -> torch.Tensor | None:
+        """Return the routes of the forward or backward pass that this thread runs."""
+        if (number := _number_of_pass()) == _NO_PASS:
+            return self._forward.routes
+        known, routes = self._backward
+        return routes if known == number else self._last
 
     def _choose(self, layer: int, router: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Run the router's forward again, with the experts chosen; returns None if it routes freely."""
-        if self._current is None:
+        routes = self._routes_now()
+        if routes is None:
             return None
-        with Choice(router, self._current[:, layer]) as choice:
+        with Choice(router, routes[:, layer]) as choice:
             chosen = router.forward(*args, **kwargs)
         if choice.chosen is None:
             raise no_choice("replay_routes", router)
         return chosen
+
+
+def _number_of_pass() -> int:
+    """Return the number of the backward pass that this thread works for."""
+    return torch._C._current_graph_task_id()
 
 
 def active_adapters(decoder: nn.Module) -> tuple[str, ...] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import threading
 import warnings
 from contextlib import suppress
 
@@ -107,6 +109,82 @@ def test_activations_that_are_computed_again(name, is_reentrant):
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_loss_beside_the_decoders_result(is_reentrant):
+    """Its backward pass begins without the result's hook."""
+    model = family_model("qwen3-moe").train()
+    inputs = batch([19])
+    taken = others(model, routes_in(model, inputs))
+    replay = Replay(model.model)
+    keep(replay, inputs, taken)
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        model(**inputs, output_hidden_states=True).hidden_states[-2].square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    if is_reentrant:
+        model.enable_input_require_grads()
+    assert all(map(torch.equal, gradients(), expected))
+
+
+def test_a_backward_pass_that_an_error_ends_leaves_no_routes():
+    model = family_model("qwen3-moe")
+    inputs = batch([9])
+    free = routes_in(model, inputs)
+    replay = Replay(model.model)
+    keep(replay, inputs, others(model, free))
+    logits = model(**inputs).logits
+    model.model.embed_tokens.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits.sum().backward()
+    replay.store = RouteStore()
+    block, hidden = model.model.layers[0].mlp, torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        found = block(hidden)
+        replay.remove()
+        assert torch.equal(found, block(hidden))
+
+
+def test_threads_choose_by_their_own_forwards():
+    """One without gradients ends while another one, with routes, is between two layers."""
+    model = family_model("qwen3-moe")
+    inputs, other = batch([9]), batch([5], seed=3)
+    taken = others(model, routes_in(model, inputs))
+    replay = Replay(model.model)
+    keep(replay, inputs, taken)
+
+    def run_another(*_):
+        if threading.current_thread() is threading.main_thread():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", hf_paged.FallbackWarning)
+                thread = threading.Thread(target=routes_in, args=(model, other))
+                thread.start()
+                thread.join()
+
+    handle = model.model.layers[1].register_forward_pre_hook(run_another)
+    seen = []
+    hooks = [router.register_forward_hook(lambda module, args, result: seen.append(
+        (threading.current_thread() is threading.main_thread(), result[2]))) for router in routers_of(model).values()]
+    model(**inputs)
+    for hook in (handle, *hooks):
+        hook.remove()
+    mine = torch.stack([experts for is_mine, experts in seen if is_mine], 1)
+    assert torch.equal(mine.to(torch.int16), taken.flatten(0, 1)) and len(seen) == 4
+
+
+def test_an_engine_that_goes_takes_its_hooks_along():
+    model = family_model("qwen3-moe")
+    engine = hf_paged.Engine(model, PagedConfig(num_blocks=64, routed_experts=True))
+    engine.replay_routes()
+    assert any(one._forward_hooks for one in model.modules())
+    del engine
+    gc.collect()
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
 def test_each_backward_pass_takes_the_routes_of_its_forward(is_reentrant):
     """Two forwards before one backward pass, with the second one's routes, or none, set last."""
     model = family_model("qwen3-moe").train()
@@ -140,7 +218,7 @@ def test_forwards_without_gradients_leave_no_routes():
     keep(replay, inputs, routes)
     with torch.no_grad():
         model(**inputs)
-    assert replay._current is None and replay.counts.num_replayed == 1
+    assert replay._last is None and replay.counts.num_replayed == 1
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
