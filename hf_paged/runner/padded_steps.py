@@ -64,7 +64,11 @@ class Drawn(NamedTuple):
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
     """Return the sizes of `padded_rows`, and the largest: few, since each is a graph that some first run captures."""
-    return [size for size in range(1, max_num_seqs) if padded_rows(size) == size] + [max_num_seqs]
+    sizes, size = [], 1
+    while size < max_num_seqs:
+        sizes.append(size)
+        size = padded_rows(size + 1)
+    return [*sizes, max_num_seqs]
 
 
 def mixed_sizes(most_rows: int) -> list[int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FunctionType
 
 import pytest
+from family_models import family_model
 from support import assert_idle, byte_tokenizer, random_prompts, tiny_model
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
@@ -31,6 +32,7 @@ from hf_paged.engine import (
 )
 from hf_paged.engine.features import StepFeature
 from hf_paged.engine.features.drafts import Speculation
+from hf_paged.engine.features.routed_experts import RoutedExperts
 from hf_paged.engine.features.stop_rules import StopRule, TextStopRule
 from hf_paged.engine.session import Request, Session
 from hf_paged.engine.structured.matchers import Grammar, Matcher
@@ -205,8 +207,9 @@ def assert_nothing_runs(engine):
 @pytest.mark.parametrize(("kind", "name"), HOOKS, ids=lambda value: getattr(value, "__name__", value))
 def test_every_hook_of_every_feature_may_raise(monkeypatch, kind, name, overlap):
     """Enumerated from the classes of features: a new one is in here with all that it does for one request."""
-    model = tiny_model()
-    engine = hf_paged.Engine(model, hf_paged.PagedConfig(overlap=overlap), byte_tokenizer())
+    routes = kind is RoutedExperts
+    model = family_model("qwen3-moe") if routes else tiny_model()
+    engine = hf_paged.Engine(model, hf_paged.PagedConfig(overlap=overlap, routed_experts=routes), byte_tokenizer())
     guesses = kind is Speculation
     expected, _, _ = run(engine, guesses=guesses)
 

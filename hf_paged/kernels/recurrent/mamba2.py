@@ -129,7 +129,7 @@ def mamba2_reference(mixed: torch.Tensor, dt: torch.Tensor, weights: Mamba2Weigh
 @jit(varying_pointers=("slots", "lengths"))
 def _mamba2_kernel(
     mixed, dt, conv_weight, conv_bias, a_log, d, dt_bias, conv_states, states, arrivals, slots, lengths, out, mixed_row,
-    dt_row, HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, TAPS: tl.constexpr,
+    dt_row, HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, TAPS: tl.constexpr,
     BLOCK: tl.constexpr, MAX_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
@@ -142,19 +142,19 @@ def _mamba2_kernel(
     group = head // (HEADS // GROUPS)
     dtype = out.dtype.element_ty
     p = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    n = tl.arange(0, N)
+    n = tl.arange(0, SIZE)
     out += (row * HEADS + head) * P
     length = 1
     if HAS_LENGTHS:
         length = tl.load(lengths + row)
     if length > 0:
         slot = tl.load(slots + row).to(tl.int64)
-        conv_states += slot * ((HEADS * P + 2 * GROUPS * N) * TAPS)
+        conv_states += slot * ((HEADS * P + 2 * GROUPS * SIZE) * TAPS)
         mixed += row * mixed_row
-        at = (slot * HEADS + head) * (P * N) + p[:, None] * N + n[None, :]
+        at = (slot * HEADS + head) * (P * SIZE) + p[:, None] * SIZE + n[None, :]
         state = tl.load(states + at)
-        b_channel = HEADS * P + group * N + n
-        c_channel = b_channel + GROUPS * N
+        b_channel = HEADS * P + group * SIZE + n
+        c_channel = b_channel + GROUPS * SIZE
         b_window = window_of(conv_states, b_channel, tl.load(mixed + b_channel), TAPS)
         c_window = window_of(conv_states, c_channel, tl.load(mixed + c_channel), TAPS)
         # All threads have read the inputs of before when the arrival is counted.
@@ -199,7 +199,7 @@ def mamba2_triton(mixed: torch.Tensor, dt: torch.Tensor, weights: Mamba2Weights,
     with on_device_of(out):
         _mamba2_kernel[(heads * dim // block, num_rows)](
             mixed, dt, *weights, *states, arrivals, slots, slots if lengths is None else lengths, out, mixed.stride(0),
-            dt.stride(0), HEADS=heads, GROUPS=(mixed.shape[1] - heads * dim) // (2 * size), P=dim, N=size,
+            dt.stride(0), HEADS=heads, GROUPS=(mixed.shape[1] - heads * dim) // (2 * size), P=dim, SIZE=size,
             TAPS=weights.conv.shape[-1], BLOCK=block, MAX_GROUPS=MAX_GROUPS, HAS_BIAS=weights.conv_bias is not None,
             HAS_LENGTHS=lengths is not None, INTERPRETED=triton.knobs.runtime.interpret, num_warps=num_warps,
             enable_fp_fusion=False, **pdl_options(out),

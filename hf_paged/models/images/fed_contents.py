@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+
+from hf_paged.process_lock import ProcessLock
 
 MOST_BYTES = 256 << 20  # of the rows that are held to compare others with
 
@@ -27,13 +28,13 @@ class FedContents:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes, self._num_bytes, self._last = most_bytes, 0, 0
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._known: OrderedDict[tuple[Any, int], _Content] = OrderedDict()
 
     def find(self, rows: Mapping[str, torch.Tensor]) -> tuple[int, Mapping[str, torch.Tensor]]:
         """Return the number of rows by the name of the decoder's input, and the tensors that are held of them."""
         kind = tuple((name, part.dtype, tuple(part.shape), part.device, _sum(part)) for name, part in rows.items())
-        with self._lock:
+        with self._lock.rlock:
             for key in [key for key in self._known if key[0] == kind]:
                 held = self._known[key]
                 if all(torch.equal(held.rows[name], part) for name, part in rows.items()):
