@@ -151,7 +151,9 @@ class _Untouchable(LogitsProcessor):
 
 
 def logging_filters():
-    return {name: list(logging.getLogger(name).filters) for name in list(logging.Logger.manager.loggerDict)}
+    """Of loggers that have any: a module that is imported meanwhile brings its logger along."""
+    filters = {name: list(logging.getLogger(name).filters) for name in list(logging.Logger.manager.loggerDict)}
+    return {name: found for name, found in filters.items() if found}
 
 
 
