@@ -382,16 +382,21 @@ def on_a_cpu(monkeypatch):
     return seen
 
 
+def assert_same_tokens_with_kernels(model, inputs, seen):
+    """Leaves the model enabled."""
+    hf_paged.enable(model, strict=True, fused_experts=False)
+    expected = model.generate(**inputs, max_new_tokens=10)
+    hf_paged.disable(model)
+    assert not seen
+    hf_paged.enable(model, strict=True)
+    assert_same_tensor(model.generate(**inputs, max_new_tokens=10), expected)
+
+
 @pytest.mark.parametrize("variant", ["qwen3-moe", "qwen3-moe-mixed"])
 def test_a_model_gives_stocks_tokens(on_a_cpu, variant):
     model = family_model(variant).to(torch.bfloat16)
     inputs = batch([33, 17, 4])
-    hf_paged.enable(model, strict=True, fused_experts=False)
-    expected = model.generate(**inputs, max_new_tokens=10)
-    hf_paged.disable(model)
-    assert not on_a_cpu
-    hf_paged.enable(model, strict=True)
-    assert_same_tensor(model.generate(**inputs, max_new_tokens=10), expected)
+    assert_same_tokens_with_kernels(model, inputs, on_a_cpu)
     assert on_a_cpu.count(3) >= 9 and (variant == "qwen3-moe-mixed" or 54 in on_a_cpu)
     hf_paged.disable(model)
 
@@ -401,12 +406,7 @@ def test_a_model_gives_stocks_tokens(on_a_cpu, variant):
 def test_a_model_of_modules_gives_stocks_tokens(on_a_cpu, name):
     made = derived_model(name, CLASSES[name][0]) if name in CLASSES else family_model(name)
     model, inputs = outlined(made.to(torch.float16)), batch([33, 17, 4])
-    hf_paged.enable(model, strict=True, fused_experts=False)
-    expected = model.generate(**inputs, max_new_tokens=10)
-    hf_paged.disable(model)
-    assert not on_a_cpu
-    hf_paged.enable(model, strict=True)
-    assert_same_tensor(model.generate(**inputs, max_new_tokens=10), expected)
+    assert_same_tokens_with_kernels(model, inputs, on_a_cpu)
     assert on_a_cpu.count(3) >= 9 and 54 in on_a_cpu
     assert not any("forward" in vars(one) for one in model.modules())
     hf_paged.disable(model)

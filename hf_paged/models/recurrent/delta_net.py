@@ -11,14 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_paged.kernels.recurrent.delta_net import (
-    DeltaNetInputs,
-    DeltaNetWeights,
-    delta_net_unchecked,
-    takes_sizes,
-)
+from hf_paged.kernels.recurrent.delta_net import DeltaNetInputs, DeltaNetWeights, delta_net_unchecked, takes_sizes
 from hf_paged.models.base import StateShape
-from hf_paged.models.recurrent.plain_weights import unlike_layers
+from hf_paged.models.recurrent.plain_weights import unlike_layers, unlike_states
 from hf_paged.models.recurrent.view import StateView
 
 
@@ -91,10 +86,7 @@ def _unlike(layer: Any, states: Mapping[Any, StateShape], dtype: torch.dtype) ->
     if not takes_sizes(layer.head_k_dim, layer.head_v_dim, taps):
         yield f"heads of {layer.head_k_dim} and {layer.head_v_dim}, or a convolution of {taps}"
     channels, heads = 2 * layer.key_dim + layer.value_dim, layer.num_v_heads
-    expected = {(layer.layer_idx, "conv", 0): ((channels, taps), dtype),
-                (layer.layer_idx, "recurrent", 0): ((heads, layer.head_k_dim, layer.head_v_dim), torch.float32)}
-    for key, (shape, kind) in expected.items():
-        if (state := states.get(key)) is None or (state.shape, state.dtype) != (shape, kind):
-            yield f"other states than {[*shape]} of {kind}"
+    state = heads, layer.head_k_dim, layer.head_v_dim
+    yield from unlike_states(layer.layer_idx, (channels, taps), state, states, dtype)
     if tuple(conv.weight.shape) != (channels, 1, taps) or heads % layer.num_k_heads:
         yield f"a convolution of {[*conv.weight.shape]} or {heads} heads"

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_paged.kernels.recurrent.mamba2 import Mamba2Weights, mamba2_unchecked, takes_sizes
 from hf_paged.models.base import StateShape
-from hf_paged.models.recurrent.plain_weights import unlike_layers
+from hf_paged.models.recurrent.plain_weights import unlike_layers, unlike_states
 from hf_paged.models.recurrent.view import StateView
 
 # Module and class of layers whose forwards are alike.
@@ -59,8 +59,4 @@ def _unlike(layer: Any, states: Mapping[Any, StateShape], dtype: torch.dtype) ->
     if not takes_sizes(layer.conv_dim, heads, dim, size, taps) or heads * dim != layer.intermediate_size or (
             tuple(conv.weight.shape) != (layer.conv_dim, 1, taps)):
         yield f"{heads} heads of {dim} with states of {size}, or a convolution of {[*conv.weight.shape]}"
-    expected = {(layer.layer_idx, "conv", 0): ((layer.conv_dim, taps), dtype),
-                (layer.layer_idx, "recurrent", 0): ((heads, dim, size), torch.float32)}
-    for key, (shape, kind) in expected.items():
-        if (state := states.get(key)) is None or (state.shape, state.dtype) != (shape, kind):
-            yield f"other states than {[*shape]} of {kind}"
+    yield from unlike_states(layer.layer_idx, (layer.conv_dim, taps), (heads, dim, size), states, dtype)

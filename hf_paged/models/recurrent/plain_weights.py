@@ -1,4 +1,5 @@
-"""What kernels of decode steps read of layers with a recurrent state: plain weights, of modules without hooks."""
+"""What kernels of decode steps read of layers with a recurrent state: plain weights, of modules without hooks, and
+states as slots have them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from hf_paged.models.base import StateShape
 
 
 def unlike_layers(modules: Iterable[nn.Module], of_dtype: Mapping[str, Any], others: Mapping[str, Any],
@@ -24,3 +27,12 @@ def unlike_layers(modules: Iterable[nn.Module], of_dtype: Mapping[str, Any], oth
         if type(weight) is not nn.Parameter or not weight.is_contiguous() or (
                 weight.dtype != dtype and name in of_dtype):
             yield f"in {name} no plain contiguous parameter of {dtype}"
+
+
+def unlike_states(layer_idx: int, conv: tuple[int, ...], recurrent: tuple[int, ...], states: Mapping[Any, StateShape],
+                  dtype: torch.dtype) -> Iterator[str]:
+    """Yield what kernels do not take of the states of a layer: inputs of its convolution, in the dtype of hidden
+    states, and a recurrent state in float32."""
+    for kind, shape, own in (("conv", conv, dtype), ("recurrent", recurrent, torch.float32)):
+        if (state := states.get((layer_idx, kind, 0))) is None or (state.shape, state.dtype) != (shape, own):
+            yield f"other states than {[*shape]} of {own}"

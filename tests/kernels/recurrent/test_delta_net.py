@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from recurrent_models import recurrent_model, with_idiom
+from state_cases import close, copied
 from torch import nn
 
 from hf_paged.kernels.recurrent._convolution import LayerStates
@@ -37,15 +38,6 @@ def make(dtype, rows=4, heads=2, group=2, key_dim=16, value_dim=32, taps=4, devi
                             rand(SLOTS, num_heads, key_dim, value_dim, dtype=torch.float32))
     slots = torch.tensor([4, 0, 3, 5, 1, 2][:rows], dtype=torch.int32, device=device)
     return DeltaNetInputs(query, key, value, gate, alpha, beta), weights, states, slots
-
-
-def copied(states):
-    return LayerStates(*(state.clone() for state in states))
-
-
-def close(actual, expected, dtype):
-    bound = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(actual, expected, rtol=bound, atol=bound)
 
 
 @pytest.mark.interpreted

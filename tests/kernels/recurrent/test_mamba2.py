@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from state_cases import close, copied
 from transformers.models.bamba import modeling_bamba
 
 from hf_paged.kernels.recurrent._convolution import LayerStates
@@ -27,15 +28,6 @@ def make(dtype, rows=4, heads=4, groups=2, dim=16, size=32, taps=4, bias=True):
     states = LayerStates(rand(SLOTS, channels, taps), rand(SLOTS, heads, dim, size, dtype=torch.float32))
     arrivals = torch.zeros(SLOTS, MAX_GROUPS, dtype=torch.int32)
     return mixed, dt, weights, states, arrivals, torch.tensor([4, 0, 3, 5, 1, 2][:rows], dtype=torch.int32)
-
-
-def copied(states):
-    return LayerStates(*(state.clone() for state in states))
-
-
-def close(actual, expected, dtype):
-    bound = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(actual, expected, rtol=bound, atol=bound)
 
 
 @pytest.mark.interpreted
