@@ -24,6 +24,7 @@ from hf_paged.kernels.experts.gate_up import ExpertWeights, Gating, gate_up_unch
 from hf_paged.kernels.experts.join import ExpertOutputs, join_experts_unchecked
 from hf_paged.kernels.experts.route import (
     MAX_EXPERTS,
+    MAX_ROWS,
     SIGMOID,
     SOFTMAX,
     TOPK_SOFTMAX,
@@ -41,7 +42,6 @@ from hf_paged.parallel.layers import ShardedExperts
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 256  # of a step, beyond which transformers' grouped product runs
 _IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 # Attributes of experts; transformers 5.17 has none of the kinds that later versions name by the last two.
 _EXPECTED = {"has_gate": True, "has_post_expert_norm": False, "_is_expert_parallel": False}
@@ -98,8 +98,8 @@ class ExpertsParts(NamedTuple):
         return ExpertOutputs(down_unchecked(inner, self.down, routes), routes)
 
     def outputs(self, hidden: torch.Tensor, lengths: torch.Tensor | None) -> ExpertOutputs | None:
-        """Return `products` by `routes`; None for so many rows that the block's modules are faster."""
-        return None if len(hidden) > MOST_ROWS else self.products(hidden, self.routes(hidden, lengths))
+        """Return `products` by `routes`; None for more rows than the router's kernel takes."""
+        return None if len(hidden) > MAX_ROWS else self.products(hidden, self.routes(hidden, lengths))
 
 
 def apply_experts(block: nn.Module, parts: ExpertsParts | None, hidden: torch.Tensor, lengths: torch.Tensor | None,
@@ -195,7 +195,7 @@ class ExpertForwards:
     def of_step(self, num_tokens: int, lengths: torch.Tensor | None) -> dict[str, Callable[..., Any]]:
         """Return the forwards of a step, by path below the decoder; ``lengths``: as in `ExpertsParts.routes`."""
         forwards: dict[str, Callable[..., Any]] = {}
-        if num_tokens > MOST_ROWS:
+        if num_tokens > MAX_ROWS:
             return forwards
         decoder: nn.Module = self._executor.decoder
         for path, parts in self._parts.items():
