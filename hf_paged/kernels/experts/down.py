@@ -57,7 +57,7 @@ def down_reference(hidden: torch.Tensor, weights: ExpertWeights, routes: Routes)
 @jit()
 def _down_kernel(
     hidden, weight, bias, order, groups, out, WIDTH: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Programs: by tile of an expert's rows, by block of columns of out, and by expert."""
@@ -72,7 +72,7 @@ def _down_kernel(
         of_expert, bias_of_expert = weight + expert.to(tl.int64) * (WIDTH * INNER), bias
         if HAS_BIAS:
             bias_of_expert += expert * WIDTH
-        for begin in range(tl.program_id(0) * TILE, count, PROGRAMS * TILE):
+        for begin in range(tl.program_id(0) * TILE, count, tl.num_programs(0) * TILE):
             row = begin + tl.arange(0, TILE)
             is_real = row < count
             product = expert_product(of_expert, bias_of_expert, n, n_inside,
@@ -96,7 +96,7 @@ def down_triton(hidden: torch.Tensor, weights: ExpertWeights, routes: Routes,
         _down_kernel[(config.programs, cdiv(width, config.block_n), len(routes.groups))](
             hidden, weights.weight, weights.bias, routes.order, routes.groups, out, WIDTH=width, INNER=inner,
             TRANSPOSED=weights.is_transposed, HAS_BIAS=weights.bias is not None, TILE=config.tile,
-            PROGRAMS=config.programs, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
+            BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
             num_stages=config.num_stages, **pdl_options(hidden),
         )
     return out
