@@ -253,6 +253,9 @@ class EngineStats:
             for both.
         num_rows_replayed, num_rows_not_replayed: rows of forwards by other code that took the routes of completions,
             and rows that routed freely since no completion has them (`Engine.replay_routes`).
+        num_images_encoded, num_images_reused: images and videos of `generate` calls over which the model's tower ran,
+            and those over which it did not, since it had encoded an equal one (docs/design/images.md).
+        image_bytes: memory of images that are kept to compare others with, and of what was made of them.
         calls: calls by path, "native", "lockstep" or "stock": of the enabled model's `generate` and `generate_batch`,
             and of `generate`, `stream`, `agenerate` and `astream` of a `PagedGenerator`. Requests of
             `Engine.add_request`, of a continuous batching manager and of the server belong to no call.
@@ -288,6 +291,9 @@ class EngineStats:
     longest_delay_seconds: float = 0.0
     num_rows_replayed: int = 0
     num_rows_not_replayed: int = 0
+    num_images_encoded: int = 0
+    num_images_reused: int = 0
+    image_bytes: int = 0
 
     @property
     def num_used_blocks(self) -> int:
