@@ -127,3 +127,11 @@ class _Late:
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(cls, cls._value, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def _applied(name: str) -> Callable[..., Any]:
+    return lambda late, *others: getattr(late._value(), name)(*others)
+
+
+for _operator in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "neg"):
+    setattr(_Late, f"__{_operator}__", _applied(f"__{_operator}__"))

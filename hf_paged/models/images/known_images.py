@@ -72,6 +72,7 @@ class KnownImages:
         self._kept: OrderedDict[tuple[Hashable, int], _Kept] = OrderedDict()
         self._last = 0
         self._numbers: Hashable = None
+        self._random: set[_Kind] = set()  # what drew random numbers the last time
         self._proved: dict[_Kind, bool] = {}  # False: it runs as in stock
 
     def clear(self) -> None:
@@ -123,10 +124,10 @@ class KnownImages:
         first = _first_equal(keys, items)
         known = self._find({item: keys[item] for item in set(first)}, items, checksum)
         left = [item for item, equal in enumerate(first) if equal == item and item not in known]
-        if len(left) == len(items):
+        if len(left) == len(items) or kind in self._random:
             before = _generators(items.device)
             output = whole()
-            if (made := _made(output, items, before)) is not None:
+            if (made := self._made(kind, output, items, before)) is not None:
                 self._keep(keys, made, items, left, checksum)
             return output
         ours = self._of_others(method, kind, items, left, known)
@@ -158,16 +159,34 @@ class KnownImages:
             others, before = items.only(left), _generators(items.device)
             self._count(len(left), 0)
             try:
-                made = _made(method(**others.arguments), others, before)
+                made = self._made(kind, method(**others.arguments), others, before)
             except Exception:  # stock's own error is about all images
                 made = None
             if made is None:
-                if kind.is_training:  # not the numbers that another thread drew meanwhile
+                if kind in self._random:
                     _set_generators(before, items.device)
                 return None
             forms.add(made.form)
             encoded.update(zip(left, made.encoded.values(), strict=True))
         return _Made(forms.pop(), encoded) if len(forms) == 1 else None
+
+    def _made(self, kind: _Kind, output: Any, items: Items, before: list[torch.Tensor]) -> _Made | None:
+        """Return what an encoder made of each image; None if that is not known, or if it drew random numbers.
+
+        ``before``: `_generators` before it ran.
+        """
+        if not all(map(torch.equal, before, _generators(items.device))):
+            if kind.is_training:  # else another thread drew them
+                self._random |= {kind}
+            return None
+        self._random.discard(kind)
+        if (made := split(output, len(items))) is None:
+            self._proved[kind] = False
+            return None
+        # A class that leaves blank images out must not take the next one's rows for theirs.
+        if any(len(made[1][item].rows) for item in items.blank().nonzero()[0]):
+            return None
+        return _Made(made[0], dict(enumerate(made[1])))
 
     def _count(self, num_encoded: int, num_reused: int) -> None:
         with self._lock.rlock:
@@ -239,20 +258,6 @@ def _first_equal(keys: list[Hashable], items: Items) -> list[int]:
             alike.append(item)
         found.append(item if equal is None else equal)
     return found
-
-
-def _made(output: Any, items: Items, before: list[torch.Tensor]) -> _Made | None:
-    """Return what an encoder made of each image; None if that is not known, or if it drew random numbers.
-
-    ``before``: `_generators` before it ran.
-    """
-    made = split(output, len(items))
-    if made is None or not all(map(torch.equal, before, _generators(items.device))):
-        return None
-    # A class that leaves blank images out must not take the next one's rows for theirs.
-    if any(len(made[1][item].rows) for item in items.blank().nonzero()[0]):
-        return None
-    return _Made(made[0], dict(enumerate(made[1])))
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:
