@@ -194,9 +194,9 @@ class RequestChecks(LockedCore):
         return next(filter(None, reasons), None) or list(names)
 
     def recorded_images(self, input_ids: torch.Tensor, lengths: list[int], model_kwargs: Mapping[str, Any],
-                        max_new_tokens: int) -> list[FedPrompt | None] | Reason:
+                        max_new_tokens: int, *, once: bool) -> list[FedPrompt | None] | Reason:
         """Return what the model's own code makes of the images of a call, for each row (see `record`), or the reason
-        why stock has to run it."""
+        why stock has to run it; ``once``: encoders run once over equal images."""
         executor = self._executor
         if executor.inner_decoder is None:
             return Reason("images of a {}, which hands its decoder ids", type(executor.source).__name__,
@@ -205,7 +205,7 @@ class RequestChecks(LockedCore):
             return Reason("images of a model that keeps recurrent states", remedy=STAYS_IN_STOCK)
         if self.group.is_parallel or self.replica is not None:
             return Reason("images of a model that is sharded over several ranks", remedy=STAYS_IN_STOCK)
-        through = self.images.through if executor.adapters_in_force() is None else lambda body: None
+        through = self.images.through if once and executor.adapters_in_force() is None else lambda body: None
         # Views run without the wrappers of the model's forward.
         model, cast = executor.source, autocast_of_call(executor.source)
         with torch.autocast(model.device.type, cast, enabled=cast is not None, cache_enabled=False):

@@ -84,8 +84,11 @@ def test_images_of_several_prompts(name):
     expected = [stock_generate(model, **call) for call in calls]
     enabled(model)
     found = [counted(model, *each) for each in zip(expected, calls, strict=True)]
-    # A processor of SmolVLM pads the images of a prompt, and the class makes one output of them.
-    assert found == ([(4, 1), (0, 5), (1, 0)] if name == "smolvlm" else [(4, 4), (0, 8), (0, 2)])
+    if name == "smolvlm":  # a processor pads the images of a prompt, and the class makes one output of them
+        # Before 5.24 it makes as many as a prompt has images, so that all images run.
+        assert found in ([(4, 1), (0, 5), (1, 0)], [(4 + 5, 0), (0, 0), (0, 0)])
+    else:
+        assert found == [(4, 4), (0, 8), (0, 2)]
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl", *SLOW])
@@ -277,7 +280,7 @@ def test_a_tower_that_drops_out_in_train_mode(name):
     assert [counted(model, each, call) for each in expected] == [(3, 0), (2, 3)]  # and the proof
 
 
-@pytest.mark.parametrize("name", ["smolvlm", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("internvl", marks=pytest.mark.slow)])
 def test_autocast_is_another_model(name):
     model = seeing_model(name)
     call = image_call(model, [ONE]) | NEW
