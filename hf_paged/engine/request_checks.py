@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, StopStringCriteria
 
 from hf_paged.config import PagedConfig
@@ -19,8 +20,10 @@ from hf_paged.engine.text import tokenizer_traits
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.guards.replaced_forwards import autocast_of_call
 from hf_paged.models.eligibility import why_not_native, why_not_subclass
+from hf_paged.models.images import known_images
 from hf_paged.models.images.fed_contents import MOST_BYTES, FedContents
 from hf_paged.models.images.fed_prompt import FedPrompt
+from hf_paged.models.images.known_images import KnownImages
 from hf_paged.models.images.recording import STAYS_IN_STOCK, record
 from hf_paged.options.arguments import token_id_lists, token_ids
 from hf_paged.options.prompts import check_output
@@ -39,9 +42,10 @@ class RequestChecks(LockedCore):
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, tokenizer: Any, *, owns_device: bool) -> None:
         super().__init__(model, config, tokenizer, owns_device=owns_device)
+        self._fed_contents = FedContents(MOST_BYTES if config.enable_prefix_caching else 0)
+        self.images = KnownImages(self._executor, known_images.MOST_BYTES if config.enable_prefix_caching else 0)
         # Of the last request, since most calls repeat the same strings: what the criterion was made from; references,
         # so that its ids stay those of these objects; and the criterion, which takes long to make.
-        self._fed_contents = FedContents(MOST_BYTES if config.enable_prefix_caching else 0)
         self._stop_strings: tuple[tuple, tuple, StopStringCriteria] | None = None
 
     def class_reason(self) -> Reason | None:
@@ -190,9 +194,9 @@ class RequestChecks(LockedCore):
         return next(filter(None, reasons), None) or list(names)
 
     def recorded_images(self, input_ids: torch.Tensor, lengths: list[int], model_kwargs: Mapping[str, Any],
-                        max_new_tokens: int) -> list[FedPrompt | None] | Reason:
+                        max_new_tokens: int, *, once: bool) -> list[FedPrompt | None] | Reason:
         """Return what the model's own code makes of the images of a call, for each row (see `record`), or the reason
-        why stock has to run it."""
+        why stock has to run it; ``once``: encoders run once over equal images."""
         executor = self._executor
         if executor.inner_decoder is None:
             return Reason("images of a {}, which hands its decoder ids", type(executor.source).__name__,
@@ -201,11 +205,12 @@ class RequestChecks(LockedCore):
             return Reason("images of a model that keeps recurrent states", remedy=STAYS_IN_STOCK)
         if self.group.is_parallel or self.replica is not None:
             return Reason("images of a model that is sharded over several ranks", remedy=STAYS_IN_STOCK)
+        through = self.images.through if once and executor.adapters_in_force() is None else lambda body: None
         # Views run without the wrappers of the model's forward.
         model, cast = executor.source, autocast_of_call(executor.source)
         with torch.autocast(model.device.type, cast, enabled=cast is not None, cache_enabled=False):
             found = record(model, executor.inner_decoder, executor.body, executor.masks(), input_ids, lengths,
-                           model_kwargs, self._fed_contents)
+                           model_kwargs, self._fed_contents, through)
         if isinstance(found, Reason):
             return found
         # Positions of a video may be farther apart than its tokens, and a proof ends at a position.
@@ -218,6 +223,24 @@ class RequestChecks(LockedCore):
                           most,
                           remedy="Calls with text alone run natively. Raise `PagedConfig.max_num_batched_tokens`.")
         return found
+
+    def encoding_view(self) -> nn.Module | None:
+        """Return a view of the model whose encoders of images run once over equal ones; None where they have to run as
+        in stock."""
+        executor = self._executor
+        model, body = executor.source, executor.source.base_model_prefix
+        if executor.inner_decoder is None or executor.has_states or body not in model._modules:
+            return None
+        if self.unsupported_reason() is not None or executor.adapters_in_force() is not None:
+            return None
+        if self.group.is_parallel or self.replica is not None:
+            return None
+        return self.images.view(model, body)
+
+    def forget_images(self) -> None:
+        """Free what is kept of images, and of what prompts were fed of them."""
+        self.images.clear()
+        self._fed_contents.clear()
 
     def stop_rule(self, spec: RequestSpec, prompt: list[int]) -> StopRule | None:
         """Return the rule for the stop strings and the time limit of a request; None if it has neither.
