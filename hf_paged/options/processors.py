@@ -44,7 +44,7 @@ def render(renderer: Any, chat: Sequence[Mapping[str, Any]], keywords: Mapping[s
     return Prompt(made["input_ids"][0].tolist(), others)
 
 
-def chat_for(renderer: Any, chat: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def chat_for(renderer: Any, chat: Sequence[Mapping[str, Any]]) -> Any:
     """Return a chat as a tokenizer or a processor takes it: a processor gets copies of messages, whose contents it
     replaces, with parts in lists."""
     if not isinstance(renderer, ProcessorMixin):

@@ -61,7 +61,8 @@ def fed_prompt(engine: Engine, ids: list[int], inputs: Mapping[str, Any], max_ne
         input_ids, LogitsProcessorList(), StoppingCriteriaList(), GenerationConfig(), False, prepared))
     if isinstance(rows, Reason):
         return rows
-    found = engine.recorded_images(input_ids, [len(ids)], prepared, max_new_tokens)
+    most_new = min(max_new_tokens, engine.max_model_len - len(ids))
+    found = engine.recorded_images(input_ids, [len(ids)], prepared, most_new)
     return found if isinstance(found, Reason) else found[0]
 
 
