@@ -1,8 +1,9 @@
 # mypy: disallow-untyped-defs=False
 """LoRA updates of experts' weights, folded into each tile of a weight before it is multiplied with.
 
-PEFT adds ``scale * B @ A`` to all experts' weights in each forward (`torch.baddbmm`), and rounds the sum to their dtype.
-A kernel that reads a weight once does so in registers, with the same roundings, and writes nothing.
+PEFT adds ``scale * B @ A`` to all experts' weights in each forward, by `torch.baddbmm`. That rounds the update to the
+weights' dtype on a GPU, before it rounds the sum, and not on a CPU. A kernel that reads a weight once does it in
+registers, with a GPU's roundings, and writes nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ExpertUpdate(NamedTuple):
                       Expected("b", self.b, (rows, rank * num_experts), self.a.dtype, contiguous=True))
 
     def folded(self, weight: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
-        """Return the experts' weights [E, N, K], or [E, K, N] if they are transposed, with the update."""
+        """Return the experts' weights [E, N, K], or [E, K, N] if they are transposed, with the update, as PEFT does."""
         num_experts = len(weight)
         a = self.a.view(num_experts, -1, self.a.shape[1]).to(weight.dtype)
         b = self.b.view(len(self.b), -1, num_experts).permute(2, 0, 1).to(weight.dtype)
@@ -65,9 +66,9 @@ def update_columns(b, expert, n, n_inside, dtype: tl.constexpr, S: tl.constexpr)
 
 @jit()
 def folded_tile(w, columns, a_of_expert, k, k_inside, scale, S: tl.constexpr):
-    """A tile w [BLOCK_N, BLOCK_K] of an expert's weight with its update, rounded once; k: its columns."""
+    """A tile w [BLOCK_N, BLOCK_K] of an expert's weight with its update, both rounded; k: its columns."""
     j = tl.arange(0, S.rank_block)
     mask = (j < S.rank)[:, None] & k_inside[None, :]
     a = tl.load(a_of_expert + j[:, None] * S.columns + k[None, :], mask=mask, other=0.0).to(w.dtype)
     update = tl.dot(columns, a, input_precision="ieee")
-    return (w.to(tl.float32) + scale * update).to(w.dtype)
+    return (w.to(tl.float32) + (scale * update).to(w.dtype).to(tl.float32)).to(w.dtype)

@@ -298,7 +298,7 @@ def fastest_config(num_rows: int, top_k: int, weights: ExpertWeights) -> Experts
     tile = 16 if mean <= 8 else 32 if mean <= 20 else 64
     programs = 1 if num_rows <= tile else 2
     if update is not None:  # a tile and its update in registers: of 128 columns two programs an SM would fit
-        return ExpertsConfig(tile, programs, 64, 64, 4, 5 if rank_block(update.rank(num_experts)) <= 32 else 3)
+        return ExpertsConfig(tile, programs, 64, 64, 4, 4 if tile == 16 else 3)
     # Both operands of 64 rows in tiles of 128 columns would not fit into the shared memory of smaller GPUs.
     block_k = 128 if tile < 64 else 64
     return ExpertsConfig(tile, programs, 64, block_k, 4, 3 if num_rows == 1 else 4)

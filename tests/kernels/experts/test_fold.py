@@ -90,18 +90,21 @@ def test_products_of_folded_tiles(size, dtype, adapters, rank, gating):
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.interpreted
-def test_a_tile_is_rounded_as_the_sum(transposed):
-    """Rows of the unit matrix give each weight: where one differs, float32 sums of another order lie about a tie."""
+def test_a_tile_is_rounded_before_and_behind_its_sum(transposed):
+    """As by cuBLAS. Rows of the unit matrix give each weight: where one differs, float32 sums lie about a tie."""
     rank, columns, rows = 16, 64, 48
     _, _, weights, _ = make(5, 6, 3, rows, columns, torch.float16, transposed=transposed)
     weights = updated(weights._replace(bias=None), rank, torch.float32)
     experts = torch.full((columns, 1), 4)
     routes = Routes(torch.ones(columns, 1), experts.int(), *grouped(experts, 6))
-    found = down_triton(torch.eye(columns, dtype=torch.float16), weights, routes)[:, 0]
-    folded = weights.folded().weight[4]
-    expected = folded if transposed else folded.T
-    assert (found != expected).float().mean() < 0.005
-    torch.testing.assert_close(found, expected, rtol=torch.finfo(torch.float16).eps, atol=1e-6)
+    found = down_triton(torch.eye(columns, dtype=torch.float16), weights, routes)[:, 0].T
+    a, b = (t.half().float() for t in (weights.update.a.view(6, rank, columns)[4],
+                                       weights.update.b.view(rows, rank, 6)[..., 4]))
+    weight = weights.weight[4].T if transposed else weights.weight[4]
+    update = weights.update.scale * (b @ a)
+    assert (found != weight + update.half()).float().mean() < 0.005
+    assert (found != (weight.float() + update).half()).float().mean() > 0.05
+    torch.testing.assert_close(found, (weight.float() + update).half(), rtol=2**-9, atol=1e-3)
 
 
 def test_columns_of_a_tile():
