@@ -111,10 +111,7 @@ def why_not_row(layers: Iterable[tuple[str, Any]], name: str) -> Reason | None:
                           remedy="Call `unmerge_adapter()`: what is merged is part of every row.")
         if is_saved(layer) and not {name, *layer.active_adapters} <= {BASE, *adapters_of(layer)}:
             return Reason("{} has no copy of an adapter that is named or active", path, remedy=ONE_AT_A_TIME)
-        if wraps_experts(layer):
-            return Reason("{} has LoRA on the weights of experts, which is one for all rows", path,
-                          remedy="Give all rows of a call one adapter with `set_adapter`.")
-        if name not in adapters_of(layer):
+        if name not in adapters_of(layer) and not wraps_experts(layer):  # which run for all rows of a step
             continue
         if (kind := called_name(layer)) not in _ROW_BY_ROW:
             return Reason("{} is a {}, which is not run for single rows", path, kind, remedy=ONE_AT_A_TIME)

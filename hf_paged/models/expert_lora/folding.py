@@ -18,8 +18,6 @@ from hf_paged.guards.hints import UNDO_PATCH, UNDO_REPLACEMENT
 from hf_paged.guards.original_classes import patched_class
 from hf_paged.models.tuners import inside_wrappers, wraps_experts
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
 
 def wrappers_of(experts: Any) -> Iterator[Any]:
     """Yield the wrappers around experts, each of which adapts one of their weights, from the outside."""
@@ -45,21 +43,16 @@ def outermost_wrappers(modules: Iterable[tuple[str, Any]]) -> list[tuple[str, An
 def why_not_wrapped(modules: Iterable[tuple[str, Any]]) -> Reason | None:
     """Return why experts that are wrapped do not run natively, or None; ``modules``: of the model, with their paths."""
     for path, outermost in outermost_wrappers(modules):
-        experts, wrappers = inside_wrappers(outermost), list(wrappers_of(outermost))
+        wrappers = list(wrappers_of(outermost))
         if (place := patched_class({type(wrapper) for wrapper in wrappers})) is not None:
             return Reason("{} is patched", place, remedy=UNDO_PATCH)
-        if "forward" in vars(experts):
-            return Reason("the forward of {}, which has LoRA on its weights, is replaced", path,
-                          remedy=UNDO_REPLACEMENT)
-        names = [wrapper.parameter_name for wrapper in wrappers]
-        for name, wrapper in zip(names, wrappers, strict=True):
-            weight = experts._parameters.get(name)
-            if weight is None or weight.dtype not in _DTYPES or names.count(name) > 1:
-                return Reason("{} adapts {}, which is no plain weight, or is adapted twice", path, name,
-                              remedy="Merge the adapter, or train it without `target_parameters`.")
-            if wrapper.disable_adapters and wrapper.merged:
-                return Reason("the adapters of {} are merged and switched off", path,
-                              remedy="PEFT's forward takes them out, in stock. `unmerge_adapter()` does it before.")
+        if "forward" in vars(inside_wrappers(outermost)):  # a kernel's, which would read the weights without the sums
+            return Reason("{} of {} is replaced", "the forward", path, remedy=UNDO_REPLACEMENT)
+        for wrapper in wrappers:
+            if wrapper.disable_adapters and wrapper.merged:  # PEFT's forward takes them out of the weight
+                return Reason("{} is merged into {}, whose adapters are switched off",
+                              ", ".join(wrapper.merged_adapters), path,
+                              remedy="Call `unmerge_adapter()`: what is merged is part of every row.")
     return None
 
 

@@ -27,15 +27,15 @@ def updates_of(experts: Any) -> dict[str, ExpertUpdate] | str:
             continue
         name = wrapper.parameter_name
         if len(names) > 1:
-            return f"{len(names)} adapters of {name} are active"
+            return f"the LoRA of experts has {len(names)} active adapters"
         if not hasattr(wrapper, "get_delta_factors"):
-            return "PEFT before 0.21 rounds the update of experts before it adds it"
+            return "the LoRA of experts has the roundings of a PEFT before 0.21"
         a, b = wrapper.lora_A[names[0]], wrapper.lora_B[names[0]]
         if not _are_plain(a, b, inner._parameters[name], is_transposed=not wrapper._did_swap_in_out_features):
-            return f"the adapter of {name} has other tensors than PEFT's A and B"
+            return "the LoRA of experts has other tensors than PEFT's A and B"
         update = ExpertUpdate(a.weight, b.weight, float(wrapper.scaling[names[0]]))
         if update.rank(wrapper.num_experts) > MOST_RANK:
-            return f"the adapter of {name} has a rank of more than {MOST_RANK}"
+            return f"the LoRA of experts has a rank of more than {MOST_RANK}"
         found[name] = update
     return found
 
