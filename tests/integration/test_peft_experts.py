@@ -11,7 +11,7 @@ import recurrent_models as recurrent
 import torch
 from derived_models import CLASSES, derived_model
 from family_models import family_model
-from lora_models import EXPERTS, randomize, with_expert_adapter
+from lora_models import ALL_LINEAR, EXPERTS, randomize, with_adapter, with_expert_adapter
 from outlines import outlined
 from peft.tuners.lora.layer import ParamWrapper
 from support import assert_native_tokens, batch, random_prompts, stock_copy
@@ -102,6 +102,14 @@ def test_one_weight_alone_and_ranks_of_their_own(parameters):
     assert ranks == {4, 7}
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_layers_named_as_in_checkpoints(name):
+    """PEFT adapts experts' weights in place of layers that a checkpoint has and the model does not."""
+    wrapped = with_adapter(model_of(name), targets=ALL_LINEAR, scale=SCALE)
+    expected = generated(wrapped, inputs := batch([40, 7]))
+    assert_native_tokens(hf_paged.enable(wrapped, strict=True), expected, inputs, **OPTIONS)
+
+
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
 def test_log_probabilities_are_stocks(name):
     """In float32, of a prompt and of what follows it, under an active adapter and under none."""
@@ -140,6 +148,7 @@ def test_under_autocast(name):
         assert_native_tokens(hf_paged.enable(wrapped, strict=True), expected, inputs, **OPTIONS)
 
 
+@recurrent.with_idiom
 @pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2Moe"])
 def test_a_model_with_recurrent_states(name):
     wrapped = lora(recurrent.outlined(recurrent.recurrent_model(name)), targets=("out_proj",))
