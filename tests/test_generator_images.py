@@ -76,6 +76,21 @@ def test_each_chat_equals_stocks(made):
         assert_idle(generator.model)
 
 
+def test_equal_images_of_requests_run_through_the_tower_once(qwen):
+    expected = answers(*qwen, CHATS)
+    with PagedGenerator(*qwen) as generator:
+        for _ in range(2):
+            assert found_in(generator.generate(CHATS, **NEW)) == expected
+        stats = generator.engine.stats()
+        with torch.no_grad():
+            generator.model.model.visual.patch_embed.proj.weight.mul_(1.5)
+        assert found_in(generator.generate(CHATS, **NEW)) == answers(generator.model, qwen[1], CHATS) != expected
+        encoded = generator.engine.stats().num_images_encoded
+    # Of four images three are unlike; the first comparison of a kind encodes two more.
+    assert stats.num_images_encoded + stats.num_images_reused >= 8 and stats.num_images_encoded <= 3 + 2 * 2
+    assert encoded >= stats.num_images_encoded + 3
+
+
 def test_all_forms_of_an_image(qwen, tmp_path):
     picture = image(1)
     path = tmp_path / "picture.png"

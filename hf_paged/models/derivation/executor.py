@@ -22,6 +22,7 @@ from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights,
 from hf_paged.models.experts import ExpertForwards
 from hf_paged.models.images.decoder_inputs import decoder_below, feeding
 from hf_paged.models.paged_calls import implementation_of
+from hf_paged.models.tuners import inside_wrappers
 from hf_paged.parallel.layers import stock_class
 
 _NO_HEADS = (1, 1, 16)  # of queries, of keys, and their size, where no attention is called: backends need sizes
@@ -227,8 +228,11 @@ class DerivedExecutor(ModelExecutor):
 
 
 def modules_below(module: nn.Module, called: Collection[str], path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules below one with their paths, without those inside of a layer at a path in `called`."""
-    for key, child in module.named_children():
+    """Yield all modules below one with their paths, without those inside of a layer at a path in `called`.
+
+    In place of wrappers that have LoRA of experts' weights the experts.
+    """
+    for key, child in ((key, inside_wrappers(child)) for key, child in module.named_children()):
         name = f"{path}.{key}" if path else key
         yield name, child
         if name not in called:

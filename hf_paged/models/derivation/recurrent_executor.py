@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from hf_paged.errors import Reason
 from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN
 from hf_paged.models.base import KVSpec, StateShape, StepContext
 from hf_paged.models.derivation.executor import DerivedExecutor
-from hf_paged.models.executor import ModelExecutor, final_states, view_of
+from hf_paged.models.executor import ModelExecutor, final_states
 from hf_paged.models.experts import why_not_on
 from hf_paged.models.paged_calls import paged_call, running
 from hf_paged.models.recurrent import delta_net, mamba2, view
@@ -79,22 +80,22 @@ class RecurrentExecutor(DerivedExecutor):
         # A row that computes all of its tokens begins, whatever its slot holds of an earlier sequence.
         is_new = meta.max_query_len == meta.max_seq_len
         states = step.cache.states.view(meta.slots, is_new=is_new, lengths=lengths)
-        decoder = self.decoder if is_new or lengths is None else self._decoder_of_rows()
+        decoder = self.body_with(step, {} if is_new or lengths is None else self._forwards_of_rows())
         with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
               by_row(self._adapted, None)):
             hidden = final_states(decoder, input_ids, step.positions, states)
         states.store()
         return hidden
 
-    def _decoder_of_rows(self) -> Any:
-        """Return the decoder for steps of decode rows: a view of it in which kernels compute what they can."""
+    def _forwards_of_rows(self) -> dict[str, Callable[..., Any]]:
+        """Return the forwards by kernels for steps of decode rows, of all layers that have them, by path."""
         decoder, structure = self.decoder, self.watch.step_structure(self.model)
         if self._by_kernel is None or self._by_kernel[0] != structure:
             why = self._why_not_kernels(self.kv_spec().device)
             self._by_kernel = structure, [path for path, reason in why.items() if reason is None]
         layers = [(path, decoder.get_submodule(path)) for path in self._by_kernel[1]]
-        return view_of(decoder, {path: partial(next(kind.decode for kind in _KERNELS if kind.handles(layer)), layer)
-                                 for path, layer in layers}) if layers else decoder
+        return {path: partial(next(kind.decode for kind in _KERNELS if kind.handles(layer)), layer)
+                for path, layer in layers}
 
     def _why_not_kernels(self, device: torch.device) -> dict[str, str | None]:
         """Return why each layer with a state would run by its own module in decode steps on a device, or None, by its
