@@ -31,8 +31,8 @@ _PREFETCH_BYTES = 16 << 20
 
 __all__ = [
     "after_previous_kernel", "cdiv", "column_numbers", "constants", "jit", "next_power_of_2", "on_device_of",
-    "pdl_options",
-    "pdl_supported", "prefetch_options", "prefetch_rows", "prefetch_vector", "require_triton", "row_of_tile", "tl", "triton",
+    "pdl_options", "pdl_supported", "prefetch_options", "prefetch_rows", "prefetch_vector", "require_triton",
+    "row_of_tile", "tl", "triton",
 ]
 
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
-    cdiv,
     jit,
     on_device_of,
     pdl_options,
@@ -148,8 +147,8 @@ def _packed_convolution_kernel(
             at = token + (tap - TAPS + 1)
             inputs = tl.load(x + at[:, None] * stride + lane[None, :], mask=((at >= begin) & (at < end))[:, None],
                              other=0.0)
-            earlier = tl.load(own[None, :] + (TAPS + at - begin)[:, None], mask=((at < begin) & (at >= oldest))[:, None],
-                              other=0.0)
+            is_known = (at < begin) & (at >= oldest)
+            earlier = tl.load(own[None, :] + (TAPS + at - begin)[:, None], mask=is_known[:, None], other=0.0)
             taps = tl.load(weight + (channel + lane) * TAPS + tap).to(tl.float32)
             mixed += tl.where((at < begin)[:, None], earlier, inputs).to(tl.float32) * taps[None, :]
         if HAS_BIAS:

@@ -259,7 +259,7 @@ def _states_kernel(
             decay = tl.exp(grown)
             lacking = value - (decay * key_scale)[:, None] * _dot_wide(key, state, INTERPRETED)
             new = _dot_both_wide(matrix, lacking, CUTS, INTERPRETED)
-            seen = i[:, None] >= i[None, :]
+            seen = (i[:, None] >= i[None, :]) & real[:, None]
             pairs = tl.exp(tl.where(seen, grown[:, None] - grown[None, :], 0.0))
             scores = _dot(query, tl.trans(key), INTERPRETED) * query_scale[:, None] * key_scale[None, :] * pairs
             made = (decay * query_scale)[:, None] * _dot_wide(query, state, INTERPRETED)
@@ -281,8 +281,8 @@ def packed_delta_rule_triton(mixed: torch.Tensor, gates: DeltaGates, states: tor
         return out
     factors = torch.empty(3, tokens, value_heads, dtype=torch.float32, device=mixed.device)
     solved = torch.empty(tokens, value_heads, CHUNK, dtype=torch.float32, device=mixed.device)
-    sizes = {"HEADS": heads, "GROUP": group, "K": key_dim, "V": value_dim, "CHUNK": CHUNK, "INTERPRETED": triton.knobs.runtime.interpret,
-             **pdl_options(out)}
+    sizes = {"HEADS": heads, "GROUP": group, "K": key_dim, "V": value_dim, "CHUNK": CHUNK,
+             "INTERPRETED": triton.knobs.runtime.interpret, **pdl_options(out)}
     strides = (*gates.alpha.stride()[:2], *gates.beta.stride()[:2])
     block = min(block, value_dim)
     with on_device_of(out):

@@ -47,8 +47,8 @@ def _not_yet(model_class: type, where: str) -> Reason:
 
 
 class RecurrentExecutor(DerivedExecutor):
-    """Executor whose steps (`runner/recurrent`) are one prompt's next tokens, those of several if `packs_prompts`, or one
-    token of each of several rows."""
+    """Executor whose steps (`runner/recurrent`) are one prompt's next tokens, those of several if
+    `packs_prompts`, or one token of each of several rows."""
 
     has_states = True
 
@@ -95,7 +95,7 @@ class RecurrentExecutor(DerivedExecutor):
         return hidden
 
     @property
-    def packs_prompts(self) -> bool:
+    def packs_prompts(self) -> bool:  # type: ignore[override]
         """Whether a step's prompts may lie one behind the other in one forward: kernels compute all layers with states,
         and these are of the decoder's own file, which is known by its code to mix tokens nowhere else."""
         return self._known_kernels()[1]
@@ -114,9 +114,10 @@ class RecurrentExecutor(DerivedExecutor):
     def _decoder_by(self, forward_of: Callable[[Any], Callable[..., torch.Tensor]]) -> Any:
         """Return a view of the decoder in which kernels compute what they can; the decoder if that is nothing."""
         decoder = self.decoder
-        layers = [(path, decoder.get_submodule(path)) for path in self._known_kernels()[0]]
-        return view_of(decoder, {path: partial(forward_of(next(kind for kind in _KERNELS if kind.handles(layer))), layer)
-                                 for path, layer in layers}) if layers else decoder
+        layers = {path: decoder.get_submodule(path) for path in self._known_kernels()[0]}
+        kinds = {path: next(kind for kind in _KERNELS if kind.handles(layer)) for path, layer in layers.items()}
+        return view_of(decoder, {path: partial(forward_of(kinds[path]), layer)
+                                 for path, layer in layers.items()}) if layers else decoder
 
     def _why_not_kernels(self, device: torch.device) -> dict[str, str | None]:
         """Return why each layer with a state would run by its own module in decode steps on a device, or None, by its

@@ -67,7 +67,7 @@ class RecurrentRunner(ModelRunner):
         decodes, packed = plan.num_decode_rows, self.executor.packs_prompts
         waiting = [Prompt(plan, row, moves, self.block_size) for row in range(decodes, len(plan.slots))]
         singles = list(range(decodes))
-        late = {plan.sequences[row].block_table[int(plan.start[row]) // self.block_size] for row in singles}
+        late = {block for row in singles for block in Prompt(plan, row, moves, self.block_size).writes(plan.start[row])}
 
         def run(rows: list[int], start: np.ndarray, end: np.ndarray, *, are_singles: bool = False) -> None:
             part = part_of(plan, rows, start, end, num_decode_rows=len(rows) if are_singles else 0)
