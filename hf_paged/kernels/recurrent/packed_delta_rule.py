@@ -174,7 +174,7 @@ def _inverse(lower, SIZE: tl.constexpr):
     return made
 
 
-@jit(varying_ints=("num_rows",), varying_pointers=("starts", "lengths", "slots"))
+@jit(varying_ints=("num_rows", "num_tokens"), varying_pointers=("starts",))
 def _chunks_kernel(
     mixed, alpha, beta, a_log, dt_bias, factors, solved, starts, num_rows, num_tokens, alpha_token, alpha_head,
     beta_token, beta_head, HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -220,7 +220,7 @@ def _chunks_kernel(
         tl.store(solved + (at * VALUE_HEADS + head)[:, None] * CHUNK + i[None, :], made, mask=real[:, None])
 
 
-@jit(varying_pointers=("starts", "lengths", "slots"))
+@jit(varying_ints=("num_tokens",), varying_pointers=("starts", "lengths", "slots"))
 def _states_kernel(
     mixed, factors, solved, states, out, starts, lengths, slots, num_tokens, HEADS: tl.constexpr, GROUP: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from packed_cases import COUNTS, assert_as_near, computed, error, exact, mixed_of, packed
 from recurrent_models import with_idiom
 from torch.nn.functional import softplus
 
+import hf_paged
 from hf_paged.kernels.recurrent.packed_delta_rule import (
     CHUNK,
     packed_delta_rule,
@@ -143,3 +149,17 @@ def test_the_bytes_of_a_token_are_those_of_the_tensors():
     made = packed_delta_rule(mixed, case.gates, case.recurrent, case.rows)
     factors = 4 * 4 * (CHUNK + 3)
     assert scratch_bytes(2, 4, 16, 32, 2) == (mixed.nbytes + 2 * made.nbytes) // len(mixed) + factors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the pretended GPU would hide the real one")
+def test_the_kernels_of_packed_prompts_compile(tmp_path):
+    """Which the interpreter does not show: the type of each variable, and a single token, which is a constant."""
+    pytest.importorskip("triton")
+    script, root = Path(__file__).with_name("packed_script.py"), Path(hf_paged.__file__).parent.parent
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(root), str(script.parents[2]), environment.get("PYTHONPATH", "")]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert "failed: []" in done.stdout, done.stderr
+    assert {path.stem for path in tmp_path.rglob("*.cubin")} == {
+        "_packed_convolution_kernel", "_chunks_kernel", "_states_kernel", "_gated_rms_norm_kernel"}
