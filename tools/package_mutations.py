@@ -1520,7 +1520,7 @@ SAVED_STATES = [
                     "not_known_by_its_code"),
     PackageMutation("models/derivation/recurrent_executor.py", "meta.seq_lens, meta.slots)",
                     "0 * meta.seq_lens, meta.slots)", PACKED_TESTS, "in_chunks"),
-    PackageMutation("kernels/recurrent/packed_delta_rule.py", "state * decay, CUTS", "state, CUTS", RULE_TESTS,
+    PackageMutation("kernels/recurrent/packed_delta_rule.py", " * tl.exp(last) + _dot", " + _dot", RULE_TESTS,
                     "float64"),
     PackageMutation("kernels/recurrent/packed_convolution.py", "if start == begin:", "if start < 0:", CONVOLUTION_TESTS,
                     "the_kernel"),

@@ -147,7 +147,7 @@ def test_the_bytes_of_a_token_are_those_of_the_tensors():
     case = packed(torch.bfloat16)
     mixed = mixed_of(case)
     made = packed_delta_rule(mixed, case.gates, case.recurrent, case.rows)
-    factors = 4 * 4 * (2 * CHUNK + 4)
+    factors = 4 * 4 * (CHUNK + 3)
     assert scratch_bytes(2, 4, 16, 32, 2) == (mixed.nbytes + 2 * made.nbytes) // len(mixed) + factors
 
 

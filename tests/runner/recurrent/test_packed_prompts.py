@@ -185,7 +185,7 @@ def test_the_room_of_a_step_counts_what_kernels_put_down(monkeypatch):
         monkeypatch.setattr(recurrent_executor, "why_not_on", lambda device, reason=reason: reason)
         executor = find_executor(model)(model)
         sizes.append(executor.step_bytes(101, 1) - executor.step_bytes(1, 1))
-    per_token = 4 * (2 * 2 * 16 + 4 * 16 + 2 * 4 * 16) + 4 * 4 * 132
+    per_token = 4 * (2 * 2 * 16 + 4 * 16 + 2 * 4 * 16) + 4 * 4 * 67
     assert sizes[1] - sizes[0] == 100 * per_token
 
 
