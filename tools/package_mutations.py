@@ -1537,9 +1537,25 @@ PROOFS = [
 ]
 
 RECURRENT, SAVED_TESTS = "runner/recurrent/recurrent_runner.py", "runner/recurrent/test_saved_states.py"
+PROMPT_ORDER, ORDER_TESTS = "runner/recurrent/prompt_order.py", "runner/recurrent/test_prompt_order.py"
+PACKED_TESTS, RULE_TESTS, CONVOLUTION_TESTS = (
+    "runner/recurrent/test_packed_prompts.py", "kernels/recurrent/test_packed_delta_rule.py",
+    "kernels/recurrent/test_packed_convolution.py")
 SAVED_STATES = [
-    PackageMutation(RECURRENT, "                run_singles()  # this row", "                pass  # this row",
-                    SAVED_TESTS, "of_one_step and Lfm2"),
+    PackageMutation(PROMPT_ORDER, "and (prompt.is_last_token or late.isdisjoint(reads))", "", SAVED_TESTS,
+                    "of_one_step and Lfm2"),
+    PackageMutation(PROMPT_ORDER, "prompt.load.snapshot not in unsaved", "True", PACKED_TESTS, "of_one_step"),
+    PackageMutation(PROMPT_ORDER, "late_prompts.isdisjoint(reads)", "True", ORDER_TESTS, "last_token"),
+    PackageMutation("models/derivation/recurrent_executor.py", " and type(layer).__module__ == file", "", PACKED_TESTS,
+                    "not_known_by_its_code"),
+    PackageMutation("models/derivation/recurrent_executor.py", "meta.seq_lens, meta.slots)",
+                    "0 * meta.seq_lens, meta.slots)", PACKED_TESTS, "in_chunks"),
+    PackageMutation("kernels/recurrent/packed_delta_rule.py", " * tl.exp(last) + _dot", " + _dot", RULE_TESTS,
+                    "float64"),
+    PackageMutation("kernels/recurrent/packed_convolution.py", "if start == begin:", "if start < 0:", CONVOLUTION_TESTS,
+                    "the_kernel"),
+    PackageMutation("kernels/recurrent/gated_rms_norm.py", "head // GROUP * gate_head", "head * gate_head",
+                    "kernels/recurrent/test_gated_rms_norm.py", "the_kernel"),
     PackageMutation("runner/recurrent/saved_states.py", "    if move.block_id != NULL_BLOCK_ID:\n        for tensor",
                     "    if False:\n        for tensor", SAVED_TESTS, "the_same_prompt and Lfm2"),
     PackageMutation("runner/recurrent/state_pool.py", "            tensor[slot] = states[key]\n", "            pass\n",
