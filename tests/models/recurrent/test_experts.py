@@ -14,8 +14,7 @@ from hf_paged.models.experts import ExpertsParts
 pytestmark = with_idiom
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5Moe", pytest.param("Qwen3Next", marks=pytest.mark.slow),
-                                  pytest.param("Lfm2Moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["Qwen3_5Moe", pytest.param("Qwen3Next", marks=pytest.mark.slow)])
 def test_kernels_give_stocks_tokens(name, monkeypatch):
     """In prompts and in steps of decode rows; with `fused_experts=False` the modules run."""
     rows, products = [], ExpertsParts.products
