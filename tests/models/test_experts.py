@@ -357,7 +357,7 @@ def test_lora_on_experts_gives_stocks_tokens(on_a_cpu, name):
         outputs.append(wrapped.generate(**inputs, max_new_tokens=10))
         assert on_a_cpu[count:].count(3) >= 9 and 54 in on_a_cpu[count:]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "MOST_ROWS", 0)
+            patch.setattr(module, "MOST_ROWS_WITH_LORA", 0)
             assert_same_tensor(wrapped.generate(**inputs, max_new_tokens=10), outputs[-1])
     assert not any(torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
     hf_paged.disable(wrapped)
