@@ -93,6 +93,7 @@ class Completion:
         routed_experts: with ``PagedConfig(routed_experts=True)`` the experts of each token of prompt and output, an
             int16 tensor [tokens, layers with a router, k] on the CPU; -1 for the last token, which the model was not
             given, and where they are not known. Comparing completions leaves it out.
+        has_images: whether the prompt has images, which its token ids do not hold: such a completion is not continued.
     """
 
     token_ids: list[int]
@@ -111,6 +112,7 @@ class Completion:
     top_logprobs: list[dict[int, float] | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
     routed_experts: Any = field(default=None, compare=False)
+    has_images: bool = False
 
     def __repr__(self) -> str:
         """Return one line of bounded length, also for an output of many tokens: lists of completions are printed."""
@@ -228,31 +230,33 @@ class EngineStats:
     """Counters since the engine was made (num_generated_tokens, ...) and its state now (num_running, ...).
 
     Attributes:
-        num_running, num_waiting: unfinished requests that have a row in every step, and requests that wait for a row.
+        num_running, num_waiting: unfinished requests with a row in every step, and those that wait for one.
         num_blocks, num_free_blocks: blocks of the KV pool, and blocks that no request uses.
-        num_preemptions: how often a running request had to give its blocks back.
+        num_preemptions: how often a running request gave its blocks back.
         num_generated_tokens, num_prefill_tokens: tokens made, and prompt tokens computed.
         num_steps: steps launched.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and tokens found there.
         kv_cache_bytes: memory of the KV pool, 0 while it is released. torch's counters lack a pool in reserved
             addresses.
-        num_pool_growths: how often the pool was enlarged.
+        num_pool_growths: how often the pool grew.
         num_graphs_captured, num_graphs_dropped, graphs_dropped_by: CUDA graphs of the present pool, released or not;
             the last counts those dropped by what moved ("token history", "weights", ...).
-        weights_version: number that grows whenever the weights, the active adapters or constants of the model were
-            found changed (docs/reinforcement_learning.md).
+        weights_version: grows whenever weights, active adapters or constants of the model were found changed
+            (docs/reinforcement_learning.md).
         kv_bytes_read: bytes of keys and values that attention read, over all layers, on this rank; a chunk of a prompt
             counts once, of a sliding window its positions.
-        kv_bytes_saved: bytes that attention would have read besides, had each row read its shared prefix by itself.
-        num_draft_tokens, num_accepted_draft_tokens: guesses that steps computed, and guesses that were accepted.
+        kv_bytes_saved: bytes that attention would have read besides, without shared prefixes.
+        num_draft_tokens, num_accepted_draft_tokens: guesses that steps computed, and those accepted.
         shadow_bytes: memory of copies of the weights, in the dtype of autocast, dequantised, or gathered from ranks.
         num_kernels_compiled, num_kernels_loaded: kernels that this process compiled, or found on the disk, for all its
             engines.
         compile_wait_seconds, capture_seconds: seconds that steps waited for kernels, and captured CUDA graphs.
-        num_steps_delayed, longest_delay_seconds: steps that did either and took more than 50 ms; most seconds of a step
-            for both.
+        num_steps_delayed, longest_delay_seconds: steps above 50 ms that did either; most seconds of one for both.
         num_rows_replayed, num_rows_not_replayed: rows of forwards by other code that took the routes of completions,
-            and rows that routed freely since no completion has them (`Engine.replay_routes`).
+            and rows for which no completion has any (`Engine.replay_routes`).
+        num_images_encoded, num_images_reused: images that the model's tower encoded, and that equal an encoded one
+            (docs/design/images.md).
+        image_bytes: memory of images kept for that, and of what was made of them.
         calls: calls by path, "native", "lockstep" or "stock": of the enabled model's `generate` and `generate_batch`,
             and of `generate`, `stream`, `agenerate` and `astream` of a `PagedGenerator`. Requests of
             `Engine.add_request`, of a continuous batching manager and of the server belong to no call.
@@ -288,6 +292,9 @@ class EngineStats:
     longest_delay_seconds: float = 0.0
     num_rows_replayed: int = 0
     num_rows_not_replayed: int = 0
+    num_images_encoded: int = 0
+    num_images_reused: int = 0
+    image_bytes: int = 0
 
     @property
     def num_used_blocks(self) -> int:

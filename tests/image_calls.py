@@ -6,9 +6,13 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from image_models import END, IMAGE, START, image_model
 from transformers import PreTrainedModel
+
+from hf_paged.engine.engine import Engine
+from hf_paged.sampling.log_probs import RAW
 
 PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "kimi_k25")
 _PADDED, _TILED, _SIZED = ("smolvlm", "idefics3"), ("llava_next", "llava_onevision"), ("mistral3",)
@@ -65,6 +69,22 @@ def num_placeholders(model: PreTrainedModel, image: str) -> int:
     with torch.no_grad():
         found = body.get_image_features(**_tower_inputs(model, [[image]]), return_dict=True, **options)
     return len(found.pooler_output[0])
+
+
+def with_log_probabilities(model: PreTrainedModel, call: dict[str, Any]) -> tuple[torch.Tensor, list[list[float]]]:
+    """Return the result of a call of an enabled model, and the log-probabilities of the new tokens of each row."""
+    found, add, advance = {}, Engine.add, Engine.advance
+
+    def heard(self, *args, **kwargs):
+        outputs = advance(self, *args, **kwargs)
+        found.update((output.request_id, output.completion) for output in outputs[0] if output.completion)
+        return outputs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "add", lambda self, session, spec: add(self, session, spec.but(logprobs=RAW)))
+        patch.setattr(Engine, "advance", heard)
+        result = model.generate(**call)
+    return result, [found[key].logprobs for key in sorted(found)]
 
 
 def _types(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:

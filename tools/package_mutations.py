@@ -57,7 +57,8 @@ GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generi
 KERNELS, KERNEL_TESTS = "guards/replaced_forwards.py", "guards/test_hub_kernels.py"
 WRAPPER_TESTS = "models/test_wrappers.py"
 IMAGES = "models/images"
-IMAGE_TESTS = "integration/test_generate_images.py"
+IMAGE_TESTS, IMAGES_ONCE_TESTS = (f"integration/test_{name}.py" for name in ("generate_images", "images_once"))
+KNOWN_IMAGES, KNOWN_IMAGES_TESTS = f"{IMAGES}/known_images.py", f"{IMAGES}/test_known_images.py"
 FED_PROMPT_TESTS, FED_CONTENTS_TESTS, RECORDING_TESTS, MASK_TESTS = (
     f"{IMAGES}/test_{name}.py" for name in ("fed_prompt", "fed_contents", "recording", "masks"))
 
@@ -465,6 +466,22 @@ IMAGE_PROMPTS = [
     PackageMutation("models/base.py", "if self.fed is not None and self.fed.seen:", "if False:", IMAGE_TESTS,
                     "each_call and gemma3"),
     PackageMutation("engine/session.py", "            fed=old.fed,\n", "", IMAGE_TESTS, "starts_again"),
+    PackageMutation(f"{IMAGES}/items.py", "torch.equal(_bits(part), _bits(other)) for", "True for", KNOWN_IMAGES_TESTS,
+                    "not_believed"),
+    PackageMutation(KNOWN_IMAGES, "if int(kept.checksum) != now:", "if False:", KNOWN_IMAGES_TESTS, "is_compared"),
+    PackageMutation(KNOWN_IMAGES, "if self._numbers != numbers:", "if False:", KNOWN_IMAGES_TESTS, "is_known_forgets"),
+    PackageMutation(KNOWN_IMAGES, "return made is not None and first.is_close(made.encoded[1])", "return True",
+                    KNOWN_IMAGES_TESTS, "depend_on_others"),
+    PackageMutation(KNOWN_IMAGES, "if any(len(made[1][item].rows) for item in items.blank().nonzero()[0]):",
+                    "if False:", KNOWN_IMAGES_TESTS, "leave_blank"),
+    PackageMutation(KNOWN_IMAGES, "if not all(map(torch.equal, before, _generators(items.device))):", "if False:",
+                    KNOWN_IMAGES_TESTS, "draw_random"),
+    PackageMutation(KNOWN_IMAGES, "kept._replace(encoded=kept.encoded.map(torch.clone))", "kept", KNOWN_IMAGES_TESTS,
+                    "written_to"),
+    PackageMutation(HOOKS, "return encodes | {", "return {", IMAGES_ONCE_TESTS, "trl_makes and qwen"),
+    PackageMutation("engine/request_checks.py", " or executor.adapters_in_force() is not None", "", IMAGES_ONCE_TESTS,
+                    "for_each_row"),
+    PackageMutation("engine/engine.py", "            self.forget_images()\n", "", IMAGES_ONCE_TESTS, "released_memory"),
 ]
 
 # Families, image-text models and kernels of the Hub.
@@ -1520,9 +1537,25 @@ PROOFS = [
 ]
 
 RECURRENT, SAVED_TESTS = "runner/recurrent/recurrent_runner.py", "runner/recurrent/test_saved_states.py"
+PROMPT_ORDER, ORDER_TESTS = "runner/recurrent/prompt_order.py", "runner/recurrent/test_prompt_order.py"
+PACKED_TESTS, RULE_TESTS, CONVOLUTION_TESTS = (
+    "runner/recurrent/test_packed_prompts.py", "kernels/recurrent/test_packed_delta_rule.py",
+    "kernels/recurrent/test_packed_convolution.py")
 SAVED_STATES = [
-    PackageMutation(RECURRENT, "                run_singles()  # this row", "                pass  # this row",
-                    SAVED_TESTS, "of_one_step and Lfm2"),
+    PackageMutation(PROMPT_ORDER, "and (prompt.is_last_token or late.isdisjoint(reads))", "", SAVED_TESTS,
+                    "of_one_step and Lfm2"),
+    PackageMutation(PROMPT_ORDER, "prompt.load.snapshot not in unsaved", "True", PACKED_TESTS, "of_one_step"),
+    PackageMutation(PROMPT_ORDER, "late_prompts.isdisjoint(reads)", "True", ORDER_TESTS, "last_token"),
+    PackageMutation("models/derivation/recurrent_executor.py", " and type(layer).__module__ == file", "", PACKED_TESTS,
+                    "not_known_by_its_code"),
+    PackageMutation("models/derivation/recurrent_executor.py", "meta.seq_lens, meta.slots)",
+                    "0 * meta.seq_lens, meta.slots)", PACKED_TESTS, "in_chunks"),
+    PackageMutation("kernels/recurrent/packed_delta_rule.py", " * tl.exp(last) + _dot", " + _dot", RULE_TESTS,
+                    "float64"),
+    PackageMutation("kernels/recurrent/packed_convolution.py", "if start == begin:", "if start < 0:", CONVOLUTION_TESTS,
+                    "the_kernel"),
+    PackageMutation("kernels/recurrent/gated_rms_norm.py", "head // GROUP * gate_head", "head * gate_head",
+                    "kernels/recurrent/test_gated_rms_norm.py", "the_kernel"),
     PackageMutation("runner/recurrent/saved_states.py", "    if move.block_id != NULL_BLOCK_ID:\n        for tensor",
                     "    if False:\n        for tensor", SAVED_TESTS, "the_same_prompt and Lfm2"),
     PackageMutation("runner/recurrent/state_pool.py", "            tensor[slot] = states[key]\n", "            pass\n",

@@ -462,10 +462,8 @@ class Engine(RequestChecks, WeightAccess):
             kernels, delays = kernel_log.counts(), self._core.delays
             replayed = ReplayCounts(0, 0) if self._replay is None else self._replay.counts
             return EngineStats(
-                num_running=s.num_running if s else 0,
-                num_waiting=s.num_waiting if s else 0,
-                num_blocks=s.num_blocks if s else 0,
-                num_free_blocks=s.num_free_blocks if s else 0,
+                num_running=s.num_running if s else 0, num_waiting=s.num_waiting if s else 0,
+                num_blocks=s.num_blocks if s else 0, num_free_blocks=s.num_free_blocks if s else 0,
                 num_preemptions=p["preemptions"] + (s.num_preemptions if s else 0),
                 num_generated_tokens=p["generated"],
                 num_prefill_tokens=p["prefill"],
@@ -479,14 +477,15 @@ class Engine(RequestChecks, WeightAccess):
                 graphs_dropped_by=dropped_by,
                 weights_version=self._core.weights_version,
                 calls=self.calls.stats(),
-                kv_bytes_read=pool.reads.num_bytes,
-                kv_bytes_saved=pool.reads.num_saved_bytes,
+                kv_bytes_read=pool.reads.num_bytes, kv_bytes_saved=pool.reads.num_saved_bytes,
                 shadow_bytes=self._executor.copied_bytes + (self.replica.nbytes if self.replica is not None else 0),
                 num_draft_tokens=p["drafts"], num_accepted_draft_tokens=p["accepted drafts"],
                 num_kernels_compiled=kernels.compiled, num_kernels_loaded=kernels.loaded,
                 compile_wait_seconds=delays.compile_seconds, capture_seconds=delays.capture_seconds,
                 num_steps_delayed=delays.num_delayed, longest_delay_seconds=delays.longest,
                 num_rows_replayed=replayed.num_replayed, num_rows_not_replayed=replayed.num_free,
+                num_images_encoded=self.images.num_encoded, num_images_reused=self.images.num_reused,
+                image_bytes=self.images.num_bytes + self._fed_contents.num_bytes,
             )
 
     @contextmanager
@@ -573,6 +572,7 @@ class Engine(RequestChecks, WeightAccess):
             if self._core.batches:
                 raise RuntimeError("release_memory: a generate call is under way")
             # Merged weights and graphs lie in the replica's memory.
+            self.forget_images()
             self._carry_out(Release(graphs or self.replica is not None))
             if self.replica is not None:
                 self.replica.release()

@@ -309,7 +309,8 @@ def _recognise(engine: Engine, model: Any, inputs: DecodingInputs) -> list[Reque
         spec = spec.but(edits=replace(spec.edits, forced_bos_token_id=None))
     fed: list[Any] | Reason = [None] * len(prompts)
     if with_images:
-        fed = engine.recorded_images(input_ids, list(map(len, prompts)), inputs.model_kwargs, spec.max_new_tokens)
+        fed = engine.recorded_images(input_ids, list(map(len, prompts)), inputs.model_kwargs, spec.max_new_tokens,
+                                     once=paths.asked() is None)
         if isinstance(fed, Reason):
             return fed
     # Stock's repetition penalty also penalises padding, unless it ignores the prompt.

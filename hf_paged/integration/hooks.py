@@ -22,6 +22,7 @@ from hf_paged.integration import fallback, generate, paths, ranks, stock_loop
 from hf_paged.integration.caches import CACHE_NAME
 from hf_paged.integration.continuous_batching.methods import METHODS, destroy_cached_manager
 from hf_paged.integration.enabled import ENGINES, engine_of, model_of, view_of
+from hf_paged.integration.recognise.inputs import has_images
 from hf_paged.integration.recognise.structured import with_structure
 from hf_paged.options.settings import option_reason
 from hf_paged.process_lock import ProcessLock
@@ -29,6 +30,7 @@ from hf_paged.process_lock import ProcessLock
 lock = ProcessLock()  # held to enable or disable models and to replace methods
 _holders = 0  # calls of `hold` minus calls of `release`
 _CUSTOM = 10  # index of `custom_generate` after `self`; a function that replaces stock's `generate` may hide it
+_ENCODES = "_prepare_multimodal_encoder_kwargs_for_generation"  # since 5.24
 _MISSING = object()  # GenerationMixin inherits the method and does not define it
 _replaced: dict[Callable, Any] = {}  # by hook: the original attribute of GenerationMixin
 before_first_call: list[Callable[[Any], None]] = []  # called with the model of each hooked call, for `install`
@@ -172,12 +174,27 @@ def _of_call(self: Any, *, enables: bool = True) -> tuple[Any, Engine | None]:
 
 def _decoding_methods(stock: Any) -> dict[str, Callable]:
     """Return the methods of a view that stock generate looks up on the class of `self`."""
-    return {
+    encodes = {} if getattr(stock, _ENCODES, None) is None else {_ENCODES: _equal_images_once(stock)}
+    return encodes | {
         "_sample": generate.sample_method(stock),
         "_beam_search": stock_loop.beam_search_method(stock),
         "_assisted_decoding": generate.assisted_method(stock),
         "_prepare_cache_for_generation": _no_cache_for_a_question(stock),
     }
+
+
+def _equal_images_once(stock: Any) -> Callable:
+    encodes = getattr(stock, _ENCODES)
+
+    @functools.wraps(encodes)
+    def encode(self: Any, model_kwargs: dict[str, Any]) -> Any:
+        """Call stock's, with encoders that run once over equal images."""
+        model = model_of(self)
+        engine = engine_of(model) if has_images(model_kwargs) and paths.asked() is None else None
+        view = None if engine is None or fallback.in_fallback(engine) else engine.encoding_view()
+        return encodes(model if view is None else view, model_kwargs)
+
+    return encode
 
 
 def _no_cache_for_a_question(stock: Any) -> Callable:

@@ -24,6 +24,7 @@ from hf_paged.kernels.experts.gate_up import ExpertWeights, Gating, gate_up_unch
 from hf_paged.kernels.experts.join import ExpertOutputs, join_experts_unchecked
 from hf_paged.kernels.experts.route import (
     MAX_EXPERTS,
+    MAX_ROWS,
     SIGMOID,
     SOFTMAX,
     TOPK_SOFTMAX,
@@ -44,8 +45,6 @@ from hf_paged.parallel.layers import ShardedExperts
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 256  # of a step, beyond which transformers' grouped product runs
-MOST_ROWS_WITH_LORA = 2048  # the same where PEFT would first add updates to the weights of all experts
 _IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 # Attributes of experts; transformers 5.17 has none of the kinds that later versions name by the last two.
 _EXPECTED = {"has_gate": True, "has_post_expert_norm": False, "_is_expert_parallel": False}
@@ -104,13 +103,8 @@ class ExpertsParts(NamedTuple):
         return ExpertOutputs(down_unchecked(inner, self.down, routes), routes)
 
     def outputs(self, hidden: torch.Tensor, lengths: torch.Tensor | None) -> ExpertOutputs | None:
-        """Return `products` by `routes`; None for so many rows that the block's modules are faster."""
-        return self.products(hidden, self.routes(hidden, lengths)) if self.takes(len(hidden)) else None
-
-    def takes(self, num_rows: int) -> bool:
-        """Return whether a step of so many rows is faster than by the block's modules."""
-        has_lora = self.gate_up.update is not None or self.down.update is not None
-        return num_rows <= (MOST_ROWS_WITH_LORA if has_lora else MOST_ROWS)
+        """Return `products` by `routes`; None for more rows than the router's kernel takes."""
+        return None if len(hidden) > MAX_ROWS else self.products(hidden, self.routes(hidden, lengths))
 
 
 def apply_experts(block: nn.Module, parts: ExpertsParts | None, hidden: torch.Tensor, lengths: torch.Tensor | None,
@@ -209,10 +203,10 @@ class ExpertForwards:
     def of_step(self, num_tokens: int, lengths: torch.Tensor | None) -> dict[str, Callable[..., Any]]:
         """Return the forwards of a step, by path below the decoder; ``lengths``: as in `ExpertsParts.routes`."""
         forwards: dict[str, Callable[..., Any]] = {}
+        if num_tokens > MAX_ROWS:
+            return forwards
         decoder: nn.Module = self._executor.decoder
         for path, parts in self._parts.items():
-            if not parts.takes(num_tokens):
-                continue
             block = decoder.get_submodule(path)
             # A caller's code runs between steps, and may have exchanged weights or registered hooks.
             current = _current(block, parts) or self._reader.parts(block)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_calls import image_call, seeing_model
+from image_calls import image_call, seeing_model, with_log_probabilities
 from image_models import END, IMAGE, MODELS, START, VIDEO, WITH_STATES
 from support import (
     assert_falls_back,
@@ -31,7 +31,6 @@ from hf_paged.models.images import recording
 from hf_paged.models.images.decoder_inputs import MASK
 from hf_paged.models.images.fed_prompt import DEEPSTACK, FedPrompt, FedRun
 from hf_paged.options.request_spec import RequestSpec
-from hf_paged.sampling.log_probs import RAW
 
 SPANS = ("gemma3", "gemma4")  # tokens of an image see each other
 CORE = ("qwen2.5-vl", "qwen3-vl", "smolvlm", "gemma3")
@@ -101,25 +100,15 @@ def test_rows_of_one_prompt_share_what_is_fed(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl", *(case for case in ALL_CASES if case.values[0] != "qwen2.5-vl")])
-def test_log_probabilities_are_stocks(name, monkeypatch):
-    model, found = seeing_model(name), {}
-    add, advance = Engine.add, Engine.advance
-
-    def heard(self, *args, **kwargs):
-        outputs = advance(self, *args, **kwargs)
-        found.update((output.request_id, output.completion) for output in outputs[0] if output.completion)
-        return outputs
-
-    call = image_call(model, [[5, "0", 6], [2, "1", 3, "3", 4]])
-    stock = stock_copy(model).generate(**call, **NEW, output_logits=True, return_dict_in_generate=True)
-    hf_paged.enable(model, strict=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "add", lambda self, session, spec: add(self, session, spec.but(logprobs=RAW)))
-        patch.setattr(Engine, "advance", heard)
-        assert_same_tensor(model.generate(**call, **NEW), stock.sequences)
-    for row, completion in enumerate(found[key] for key in sorted(found)):
+def test_log_probabilities_are_stocks(name):
+    model = seeing_model(name)
+    call = image_call(model, [[5, "0", 6], [2, "1", 3, "3", 4]]) | NEW
+    stock = stock_copy(model).generate(**call, output_logits=True, return_dict_in_generate=True)
+    sequences, found = with_log_probabilities(hf_paged.enable(model, strict=True), call)
+    assert_same_tensor(sequences, stock.sequences)
+    for row, values in enumerate(found):
         made = torch.stack([logits[row] for logits in stock.logits]).log_softmax(-1)
-        assert np.allclose(completion.logprobs, made[range(6), completion.token_ids], atol=1e-4)
+        assert np.allclose(values, made[range(6), sequences[row, -6:]], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl", pytest.param("internvl", marks=pytest.mark.slow)])

@@ -179,8 +179,11 @@ def test_a_ranks_part_of_every_expert(rank):
     assert_equal(found, block(hidden[None])[0])
 
 
-def test_more_rows_than_the_kernels_take():
-    assert parts_of(block_of("qwen3-moe")).outputs(rows_of(257), None) is None
+def test_more_rows_than_the_kernels_take(monkeypatch):
+    monkeypatch.setattr(module, "MAX_ROWS", 300)
+    parts = parts_of(block_of("qwen3-moe"))
+    assert parts.outputs(rows_of(300), None) is not None
+    assert parts.outputs(rows_of(301), None) is None
 
 
 @torch.no_grad()
@@ -357,7 +360,7 @@ def test_lora_on_experts_gives_stocks_tokens(on_a_cpu, name):
         outputs.append(wrapped.generate(**inputs, max_new_tokens=10))
         assert on_a_cpu[count:].count(3) >= 9 and 54 in on_a_cpu[count:]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "MOST_ROWS_WITH_LORA", 0)
+            patch.setattr(module, "MAX_ROWS", 0)
             assert_same_tensor(wrapped.generate(**inputs, max_new_tokens=10), outputs[-1])
     assert not any(torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
     hf_paged.disable(wrapped)
@@ -378,7 +381,7 @@ def test_new_parameters_are_looked_up_for_a_call(on_a_cpu):
 
 
 def test_a_step_of_many_tokens_runs_modules(on_a_cpu, monkeypatch):
-    monkeypatch.setattr(module, "MOST_ROWS", 20)
+    monkeypatch.setattr(module, "MAX_ROWS", 20)
     model = outlined(family_model("mixtral").to(torch.float16))
     hf_paged.enable(model, strict=True)
     model.generate(**batch([33, 17]), max_new_tokens=4)

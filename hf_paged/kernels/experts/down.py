@@ -56,7 +56,7 @@ def down_reference(hidden: torch.Tensor, weights: ExpertWeights, routes: Routes)
 
 @jit()
 def _down_kernel(
-    hidden, weight, bias, a, b, order, groups, out, scale, S: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    hidden, weight, bias, a, b, order, groups, out, scale, S: tl.constexpr, TILE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     """Programs: by tile of an expert's rows, by block of columns of out, and by expert."""
@@ -68,7 +68,7 @@ def _down_kernel(
         first, count = tl.load(group + 1), tl.load(group + 2)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         n_inside = (n < S.rows) | EVEN_N
-        for begin in range(tl.program_id(0) * TILE, count, PROGRAMS * TILE):
+        for begin in range(tl.program_id(0) * TILE, count, tl.num_programs(0) * TILE):
             row = begin + tl.arange(0, TILE)
             is_real = row < count
             product = expert_product(weight, bias, a, b, scale, expert, n, n_inside,
@@ -91,7 +91,7 @@ def down_triton(hidden: torch.Tensor, weights: ExpertWeights, routes: Routes,
     with on_device_of(hidden):
         _down_kernel[(config.programs, cdiv(width, config.block_n), len(routes.groups))](
             hidden=hidden, order=routes.order, groups=routes.groups, out=out, TILE=config.tile,
-            PROGRAMS=config.programs, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
+            BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
             num_stages=config.num_stages, **weights.kernel_arguments(), **pdl_options(hidden),
         )
     return out

@@ -228,7 +228,7 @@ def _clamped_tile(gate, up, limit, alpha, dtype: tl.constexpr, INTERPRETED: tl.c
 @jit()
 def _gate_up_kernel(
     x, weight, bias, a, b, order, groups, out, x_stride, scale, limit, alpha, S: tl.constexpr, K: tl.constexpr,
-    INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, TILE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Programs: by tile of an expert's rows, by block of columns of out, and by expert.
@@ -249,7 +249,7 @@ def _gate_up_kernel(
         n_inside = n_row < 2 * INNER if INTERLEAVED else n_begin + n % COLUMNS < INNER
         column = n_begin + tl.arange(0, COLUMNS)
         dtype: tl.constexpr = out.dtype.element_ty
-        for begin in range(tl.program_id(0) * TILE, count, PROGRAMS * TILE):
+        for begin in range(tl.program_id(0) * TILE, count, tl.num_programs(0) * TILE):
             row = begin + tl.arange(0, TILE)
             is_real = row < count
             token = tl.load(order + first + row, mask=is_real, other=0) // K
@@ -281,7 +281,7 @@ def gate_up_triton(x: torch.Tensor, weights: ExpertWeights, routes: Routes, gati
         _gate_up_kernel[(config.programs, cdiv(inner, config.block_n // 2), len(routes.groups))](
             x=x, order=routes.order, groups=routes.groups, out=out, x_stride=x.stride(0), limit=gating.limit or 0.0,
             alpha=gating.alpha, K=top_k, INTERLEAVED=gating.is_interleaved, CLAMPED=gating.limit is not None,
-            TILE=config.tile, PROGRAMS=config.programs, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+            TILE=config.tile, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
             INTERPRETED=triton.knobs.runtime.interpret, num_warps=config.num_warps, num_stages=config.num_stages,
             **weights.kernel_arguments(),
             **pdl_options(x),

@@ -192,11 +192,14 @@ class DerivedExecutor(ModelExecutor):
         return self._experts.why_not(device)
 
     def body_of_step(self, step: StepContext) -> nn.Module:
-        own = self._experts.of_step(len(step.positions), step.row_lengths) if self.autocast is None else {}
-        body = self.body_with(step, own)
+        body = self.body_with(step, self.experts_of(step))
         if step.fed is None or self.inner_decoder is None:
             return body
         return feeding(body, self.inner_decoder.removeprefix(f"{self.body}."), step.fed)
+
+    def experts_of(self, step: StepContext) -> dict[str, Callable[..., Any]]:
+        """Return the forwards of a step's blocks of experts by kernels, by path below the decoder."""
+        return {} if self.autocast is not None else self._experts.of_step(len(step.positions), step.row_lengths)
 
     def why_not_precision(self, autocast: torch.dtype | None) -> Reason | None:
         precision, rows = self._rows_under(autocast)

@@ -23,13 +23,19 @@ class FedContents:
 
     Two contents are compared number by number; a sum only says with which of them. The content that was used the
     longest ago is forgotten beyond `most_bytes`: it gets a new number when it comes again, which costs a hit of the
-    prefix cache.
+    prefix cache. `num_bytes`: memory of the rows that are held.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most_bytes, self._num_bytes, self._last = most_bytes, 0, 0
+        self._most_bytes, self.num_bytes, self._last = most_bytes, 0, 0
         self._lock = ProcessLock()
         self._known: OrderedDict[tuple[Any, int], _Content] = OrderedDict()
+
+    def clear(self) -> None:
+        """Forget all contents; those that come again get new numbers."""
+        with self._lock.rlock:
+            self._known.clear()
+            self.num_bytes = 0
 
     def find(self, rows: Mapping[str, torch.Tensor]) -> tuple[int, Mapping[str, torch.Tensor]]:
         """Return the number of rows by the name of the decoder's input, and the tensors that are held of them."""
@@ -43,9 +49,9 @@ class FedContents:
             self._last += 1
             made = _Content(self._last, {name: part.clone() for name, part in rows.items()})
             self._known[kind, made.identity] = made
-            self._num_bytes += _bytes(made)
-            while self._num_bytes > self._most_bytes and len(self._known) > 1:
-                self._num_bytes -= _bytes(self._known.popitem(last=False)[1])
+            self.num_bytes += _bytes(made)
+            while self.num_bytes > self._most_bytes and len(self._known) > 1:
+                self.num_bytes -= _bytes(self._known.popitem(last=False)[1])
             return made.identity, made.rows
 
 

@@ -6,11 +6,12 @@ tower, the places of images, positions and scales are the class's own. What this
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from hf_paged.errors import Reason
 from hf_paged.models.base import AttentionMask
@@ -26,8 +27,8 @@ _INERT = _CACHES | {"use_cache", "return_dict", "input_ids"}
 
 
 def record(model: Any, path: str, body: str, masks: Sequence[AttentionMask], input_ids: torch.Tensor,
-           lengths: Sequence[int], model_kwargs: Mapping[str, Any],
-           contents: FedContents) -> list[FedPrompt | None] | Reason:
+           lengths: Sequence[int], model_kwargs: Mapping[str, Any], contents: FedContents,
+           through: Callable[[nn.Module], None] = lambda body: None) -> list[FedPrompt | None] | Reason:
     """Return what is fed for each row of a call in place of its ids (None: nothing), or why stock has to run it.
 
     Args:
@@ -37,12 +38,14 @@ def record(model: Any, path: str, body: str, masks: Sequence[AttentionMask], inp
         input_ids: [B, T], padded on the left.
         lengths: tokens of each row.
         model_kwargs: as stock's `generate` gives them to its first forward.
+        through: puts encoders in place of those of a view of the body (`KnownImages.through`).
 
     Raises what the model's own code raises, an error about the number of placeholders for instance.
     """
     kwargs = {name: value for name, value in model_kwargs.items() if name not in _CACHES}
 
     def whole(view: Any) -> None:
+        through(view.get_submodule(body))
         inputs = view.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
         view(**{name: value for name, value in inputs.items() if name not in ("return_dict", "logits_to_keep")},
              return_dict=True)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from exactness import assert_equal
 from expert_blocks import parts_of, rows_of
-from lora_models import EXPERTS
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from wrapped_blocks import block_in, wrapped_block
@@ -44,16 +43,6 @@ def test_blocks_are_stocks(rows):
         assert_equal(join_experts(parts_of(block).outputs(hidden, None)), results[-1])
         assert_equal(apply_experts(block, None, hidden, None)[0], results[-1])
     assert not any(torch.equal(a, b) for i, a in enumerate(results) for b in results[:i])
-
-
-def test_more_rows_than_kernels_take():
-    """Where PEFT adds up all experts' weights, kernels take more."""
-    wrapped = wrapped_block(parameters=EXPERTS[1:])
-    parts = parts_of(block_in(wrapped))
-    assert parts.takes(2048) and not parts.takes(2049)
-    with wrapped.disable_adapter():
-        parts = parts_of(block_in(wrapped))
-    assert parts.takes(256) and not parts.takes(257)
 
 
 @torch.no_grad()
