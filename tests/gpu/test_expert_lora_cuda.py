@@ -57,7 +57,7 @@ def test_folded_weights_are_torchs(dtype, rank, adapters, transposed):
 
 
 @pytest.mark.parametrize("gating", [SILU_GATING, CLAMPED], ids=["silu", "clamped"])
-@pytest.mark.parametrize("rows", [1, 3, 8, 64, 256])
+@pytest.mark.parametrize("rows", [1, 3, 8, 64, 256, 2048])
 def test_products_are_those_of_folded_weights(rows, gating):
     experts, width, inner = 32, 512, 256
     options = {"transposed": gating.is_interleaved}

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False
 """LoRA updates of experts' weights, folded into each tile of a weight before it is multiplied with.
 
-PEFT adds ``scale * B @ A`` to all experts' weights in each forward, by `torch.baddbmm`. That rounds the update to the
-weights' dtype on a GPU, before it rounds the sum, and not on a CPU. A kernel that reads a weight once does it in
+PEFT adds ``scale * B @ A`` to all experts' weights in each forward, by `torch.baddbmm`. On a GPU that rounds the update
+to the weights' dtype before it rounds the sum, on a CPU the sum alone. A kernel that reads a weight once does it in
 registers, with a GPU's roundings, and writes nothing.
 """
 

@@ -294,10 +294,10 @@ def fastest_config(num_rows: int, top_k: int, weights: ExpertWeights) -> Experts
     num_experts, update = len(weights.weight), weights.update
     mean = num_rows * top_k / num_experts
     if mean > _MANY:
-        return ExpertsConfig(128, cdiv(int(2 * mean), 128), 128, 64, 8, 3)
+        return ExpertsConfig(128, cdiv(int(2 * mean), 128), 128, 64, 8, 3 if update is None else 2)
     tile = 16 if mean <= 8 else 32 if mean <= 20 else 64
     programs = 1 if num_rows <= tile else 2
-    if update is not None:  # a tile and its update in registers: of 128 columns two programs an SM would fit
+    if update is not None:  # tile and update are in registers: of 128 columns two programs would fit an SM
         return ExpertsConfig(tile, programs, 64, 64, 4, 4 if tile == 16 else 3)
     # Both operands of 64 rows in tiles of 128 columns would not fit into the shared memory of smaller GPUs.
     block_k = 128 if tile < 64 else 64

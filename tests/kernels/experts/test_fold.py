@@ -129,12 +129,13 @@ def test_bad_updates():
 CASES = [{"rows": 64, "rank": 16}, *(
     pytest.param(case, marks=pytest.mark.slow) for case in (
         {"rows": 1, "rank": 8, "adapters": "bfloat16"}, {"rows": 64, "rank": 64}, {"rows": 256, "rank": 64},
-        {"rows": 2048, "rank": 64}, {"rows": 64, "rank": 16, "transposed": True}))]
+        {"rows": 2048, "rank": 64}, {"rows": 256, "rank": 32},
+        {"rows": 64, "rank": 16, "transposed": True}))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiled_for_an_h100_several_programs_fit_an_sm(case):
-    """Without registers that are spilled."""
+    """Without registers that are spilled, and in the shared memory that smaller GPUs have."""
     script = Path(__file__).with_name("compile_experts.py")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [Path(hf_paged.__file__).parents[1], script.parents[2]]
@@ -145,4 +146,4 @@ def test_compiled_for_an_h100_several_programs_fit_an_sm(case):
     for name, code in json.loads(out).items():
         assert code["stack"] == 0, name
         assert code["warps"] * 32 * code["reg"] * programs <= 65536, name
-        assert code["shared"] * programs <= 227 << 10, name
+        assert code["shared"] * programs <= 227 << 10 and code["shared"] <= 99 << 10, name
