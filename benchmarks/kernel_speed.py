@@ -40,15 +40,15 @@ from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, PagedMetadata
 from hf_paged.kernels.experts.down import down, down_triton
 from hf_paged.kernels.experts.gate_up import ExpertsConfig, gate_up, gate_up_triton
-from hf_paged.kernels.experts.join import ExpertOutputs, join_experts_add_rms_norm
-from hf_paged.kernels.experts.route import Routes, route
+from hf_paged.kernels.experts.join import join_experts_add_rms_norm
+from hf_paged.kernels.experts.route import route
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
 from hf_paged.kernels.layer.linear import linear
 from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store
 from hf_paged.kernels.layer.silu_mul import silu_mul
 from hf_paged.kernels.layer.store_kv import store_kv
 from hf_paged.kernels.weights_checksum import ChecksumPlan
-from hf_paged.models.experts import MOST_ROWS, ExpertsParts, new_arrivals, read_experts
+from hf_paged.models.experts import ExpertsParts, new_arrivals, read_experts
 from hf_paged.sampling.sample_tokens import sample_tokens
 from hf_paged.sampling.table import SamplingTable
 
@@ -298,10 +298,6 @@ def _expert_row(name: str, blocks: list[Any], inputs: tuple[torch.Tensor, torch.
         found = block(x[None])
         return add_rms_norm((found[0] if isinstance(found, tuple) else found)[0], residual, norm, 1e-6)
 
-    def between(part: ExpertsParts) -> object:
-        outputs = _grouped_products(part, x, part.routes(x, lengths))
-        return join_experts_add_rms_norm(outputs, residual, norm, 1e-6)
-
     routes = known[0].routes(x, lengths)
     inner, outputs = gate_up(x, known[0].gate_up, routes, known[0].gating), known[0].products(x, routes)
     real = routes.groups[:, 0] >= 0
@@ -320,23 +316,7 @@ def _expert_row(name: str, blocks: list[Any], inputs: tuple[torch.Tensor, torch.
         "down": [partial(down, inner, part.down, routes) for part in known],
         "join": [partial(join_experts_add_rms_norm, outputs, residual, norm, 1e-6)],
     }
-    if rows > MOST_ROWS and not known[0].gate_up.is_transposed:
-        pieces["grouped_mm between ours"] = [partial(between, part) for part in known]
-        pieces["its products"] = [partial(_grouped_products, part, x, routes) for part in known]
     return found | {f"{piece} us": graph_time(calls) * 1e6 for piece, calls in pieces.items()}
-
-
-def _grouped_products(part: ExpertsParts, x: torch.Tensor, routes: Routes) -> ExpertOutputs:
-    """`ExpertsParts.products` by torch's grouped product, for experts whose gates come ahead of ups."""
-    real = routes.groups[:, 0] >= 0
-    counts = torch.zeros(len(part.router.weight), dtype=torch.int32, device=x.device)
-    counts.scatter_add_(0, routes.groups[:, 0].clamp(min=0).long(), routes.groups[:, 2] * real)
-    ends, order, top_k = counts.cumsum(0, dtype=torch.int32), routes.order.long(), routes.experts.shape[1]
-    gate_ups = torch.nn.functional.grouped_mm(x[order // top_k], part.gate_up.weight.mT, offs=ends)
-    ordered = torch.nn.functional.grouped_mm(silu_mul(gate_ups), part.down.weight.mT, offs=ends)
-    products = torch.empty_like(ordered)
-    products[order] = ordered
-    return ExpertOutputs(products.view(len(x), top_k, -1), routes)
 
 
 def _block_of_experts(shape: str, seed: int) -> Any:

@@ -69,7 +69,7 @@ class PagedConfig:
             kernel supports the model: dense Qwen3 and Llama models in bf16 with heads of 128 and merged weights,
             without LoRA. Until the kernel is compiled, and to the end of the requests that run then, steps run layer
             by layer, with other rounding: a first run may choose other tokens than later runs. False: layer by layer.
-        fused_experts: on NVIDIA GPUs experts of up to 256 tokens by hf_paged's kernels (known blocks in bf16 or fp16);
+        fused_experts: on NVIDIA GPUs experts by hf_paged's kernels (known blocks in bf16 or fp16);
             False: by transformers' modules.
         dequantize: copies of 4-bit weights of bitsandbytes (`Linear4bit`, as in QLoRA) in the dtype the layers compute
             in, with which Qwen3 and Llama models run by hf_paged's kernels: "auto": where they take at most half of the

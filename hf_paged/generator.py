@@ -39,6 +39,7 @@ from hf_paged.observe.progress import Progress
 from hf_paged.observe.registry import metrics_of
 from hf_paged.options.arguments import base_seed, merge_config, salt_digest
 from hf_paged.options.keywords import CallKeywords, GenerateKeywords, StreamKeywords, with_keywords
+from hf_paged.options.processors import tokenizer_in
 from hf_paged.options.prompts import check_tokenizer
 from hf_paged.options.request_spec import RequestSpec
 from hf_paged.outputs import Completion, StepOutput, WarmUpReport
@@ -56,7 +57,8 @@ class PagedGenerator:
 
     Args:
         model: a causal LM that `hf_paged.enable` accepts.
-        tokenizer: needed for text prompts and for `Completion.text`.
+        tokenizer: needed for text prompts and for `Completion.text`. For chats with images the processor of an
+            image-text model.
         config: how to run; None means the defaults.
         **overrides: single fields of `PagedConfig`.
 
@@ -77,9 +79,10 @@ class PagedGenerator:
         self.model: Any = model
         self._causal_lm: PreTrainedModel = unwrap(model)
         self.engine: Engine = enable_with_engine(
-            self._causal_lm, merged_config(config, overrides), tokenizer=tokenizer, owns_device=True
+            self._causal_lm, merged_config(config, overrides), tokenizer=tokenizer_in(tokenizer), owns_device=True
         )
         self._reader = CallReader(self.engine, self._causal_lm)
+        self.tokenizer = tokenizer
         self._async_calls = AsyncCalls(self.engine, self._reader)
         self._workers: list[Workers] = []
         self._close = weakref.finalize(self, _end, weakref.ref(self._causal_lm), self.engine, self._workers,
@@ -101,7 +104,8 @@ class PagedGenerator:
                 every rank runs the script (torchrun, accelerate launch), this must be the number of ranks, and all of
                 them must make the same calls: rank 0 gets the results, other ranks None. See docs/parallel.md.
             config: as for `PagedGenerator`.
-            tokenizer: the tokenizer; None means the checkpoint's, or none if it has none.
+            tokenizer: the tokenizer or the processor; None means the checkpoint's, or none if it has none: of an
+                image-text model the processor, where the packages that it needs are installed.
             device_map: in place of `device`, one device: its name or number, ``{"": device}``, or "auto" if there is no
                 more than one GPU.
             trust_remote_code: run code of the checkpoint.
@@ -143,12 +147,18 @@ class PagedGenerator:
 
     @property
     def tokenizer(self) -> Any:
-        """The engine's tokenizer; another one may be set between calls."""
+        """The engine's tokenizer; another one, or a processor with another one, may be set between calls."""
         return self.engine.tokenizer
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
-        self.engine.tokenizer = tokenizer
+        self.engine.tokenizer = text_tokenizer = tokenizer_in(tokenizer)
+        self._reader.processor = None if text_tokenizer is tokenizer else tokenizer
+
+    @property
+    def processor(self) -> Any:
+        """The processor that was given as tokenizer; None for a tokenizer."""
+        return self._reader.processor
 
     # -- generation -------------------------------------------------------------------------------------------------
 
@@ -159,7 +169,8 @@ class PagedGenerator:
 
         Args:
             prompts: a str, token ids, a chat (a list of messages, each a dict with a role and a content, which is
-                text or a list of text parts), ``{"prompt": str}`` or
+                text or a list of parts: texts and, with a processor, images as transformers takes them,
+                ``{"type": "image", "image": an image, a path or a URL}``), ``{"prompt": str}`` or
                 ``{"prompt_token_ids": ids}``, or a list of such prompts, of one form or of several. To continue a
                 request that was ended half-way, its `Completion`, or ``"output_token_ids": ids`` beside the prompt in
                 its dict (see `Engine.add_request`). Or None, with tensors ``input_ids=`` and ``attention_mask=`` as for

@@ -93,6 +93,7 @@ class Completion:
         routed_experts: with ``PagedConfig(routed_experts=True)`` the experts of each token of prompt and output, an
             int16 tensor [tokens, layers with a router, k] on the CPU; -1 for the last token, which the model was not
             given, and where they are not known. Comparing completions leaves it out.
+        has_images: whether the prompt has images, which its token ids do not hold: such a completion is not continued.
     """
 
     token_ids: list[int]
@@ -111,6 +112,7 @@ class Completion:
     top_logprobs: list[dict[int, float] | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
     routed_experts: Any = field(default=None, compare=False)
+    has_images: bool = False
 
     def __repr__(self) -> str:
         """Return one line of bounded length, also for an output of many tokens: lists of completions are printed."""

@@ -30,6 +30,10 @@ _DEFAULTS = {"warmup": "full"}  # of a server, in place of those of PagedConfig
 # Flags of `transformers serve` for what a field of PagedConfig says.
 _ALIASES = {"block_size": ["--cb-block-size"], "num_blocks": ["--cb-num-blocks"], "seed": ["--default-seed"],
             "max_num_batched_tokens": ["--cb-max-batch-tokens"], "gpu_memory_utilization": ["--cb-max-memory-percent"]}
+# Fields of `ImageLimits`.
+_IMAGE_LIMITS = {"images": "images that a request may have, as data URLs; 0: none. Left out: 16",
+                 "image-bytes": "bytes of a request's images together. Left out: 32 MiB",
+                 "image-pixels": "pixels of a request's images together. Left out: 64 Mi"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="keywords of the chat template for all chats, which those of a body override")
     chats.add_argument("--reasoning", choices=("on", "off", "auto"), default="auto",
                        help="enable_thinking of the chat template; auto: the template's own default")
+    for name, meaning in _IMAGE_LIMITS.items():
+        chats.add_argument(f"--max-{name}", type=_not_negative, metavar="N", help=meaning)
     engine = parser.add_argument_group("engine (fields of PagedConfig, docs/options.md)")
     engine.add_argument("--engine", action="append", default=[], metavar="FIELD=VALUE",
                         help="set a field as its own option does, with a value as JSON or Python writes it")
@@ -79,6 +85,13 @@ def _meanings() -> dict[str, str]:
     text = str(PagedConfig.__doc__).partition("Attributes:\n")[2].partition("\n\n")[0]
     parts = re.split(r"^ {8}(\w+): ", text, flags=re.MULTILINE)[1:]
     return {name: " ".join(meaning.split()) for name, meaning in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected at least 0")
+    return value
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -124,6 +137,7 @@ def serve(arguments: argparse.Namespace, program: str = "hf-paged serve") -> int
     from transformers.utils import logging
 
     from hf_paged.server.app import build_app
+    from hf_paged.server.images import ImageLimits
     from hf_paged.server.lifetime import EndingServer, OpenAnswers
     from hf_paged.server.served_model import ServedModel, load_model
 
@@ -134,9 +148,12 @@ def serve(arguments: argparse.Namespace, program: str = "hf-paged serve") -> int
         adapters=adapters)
     if arguments.chat_template is not None:
         processor.chat_template = _template(arguments.chat_template)
+    limits = ImageLimits()._replace(**{
+        name.replace("-", "_"): most for name in _IMAGE_LIMITS
+        if (most := getattr(arguments, f"max_{name.replace('-', '_')}")) is not None})
     keywords = {"on": {"enable_thinking": True}, "off": {"enable_thinking": False}}.get(arguments.reasoning, {})
     served = ServedModel(model, processor, arguments.served_model_name or [arguments.model], config,
-                         {**arguments.chat_template_kwargs, **keywords})
+                         {**arguments.chat_template_kwargs, **keywords}, limits)
     served.warm_up()
     answers = OpenAnswers()
     app = build_app(served, answers, enable_cors=arguments.enable_cors)

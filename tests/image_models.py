@@ -85,9 +85,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 WITH_STATES = ("qwen3.5", "qwen3.5-moe", "lfm2-vl")
 
 
-def image_model(name: str, **changed: Any) -> PreTrainedModel:
-    """Return the model of this name; ``changed``: settings of its text."""
+def image_model(name: str, marks: dict[int, int] | None = None, **changed: Any) -> PreTrainedModel:
+    """Return the model of this name; ``marks``: other ids in place of IMAGE, START, ...; ``changed``: settings of its
+    text."""
     prefix, text, tower, further = MODELS[name]
+    further = {key: (marks or {}).get(value, value) if isinstance(value, int) else value
+               for key, value in further.items()}
     config = getattr(transformers, f"{prefix}Config")(
         text_config=SHAPE | text | changed, vision_config=tower, tie_word_embeddings=False, **further)
     model = make_random(getattr(transformers, f"{prefix}ForConditionalGeneration"), config)

@@ -8,13 +8,14 @@ from typing import Any
 import peft
 import torch
 
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def lora_config(targets: Iterable[str] = ALL_LINEAR, **options: Any) -> peft.LoraConfig:
     """Of rank 4, for these modules, where the options say nothing else."""
-    options = {"r": 4, "lora_alpha": 16, "target_modules": list(targets)} | options
-    return peft.LoraConfig(task_type="CAUSAL_LM", **options)
+    options = {"r": 4, "lora_alpha": 16, "target_modules": list(targets), "task_type": "CAUSAL_LM"} | options
+    return peft.LoraConfig(**options)
 
 
 def with_adapter(model: Any, name: str = "default", seed: int = 5, targets: Iterable[str] = ALL_LINEAR, *,
@@ -27,6 +28,12 @@ def with_adapter(model: Any, name: str = "default", seed: int = 5, targets: Iter
         model = peft.get_peft_model(model, config, adapter_name=name)
     randomize(model, name, seed, scale)
     return model.eval()
+
+
+def with_expert_adapter(model: Any, name: str = "default", seed: int = 5, parameters: Iterable[str] = EXPERTS,
+                        targets: Iterable[str] = ("q_proj",), **options: Any) -> Any:
+    """`with_adapter` on these weights of experts, and on some linear layers."""
+    return with_adapter(model, name, seed, targets, target_parameters=list(parameters), **options)
 
 
 def randomize(model: Any, name: str, seed: int, scale: float = 0.15) -> None:

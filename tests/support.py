@@ -306,8 +306,9 @@ def assert_native_parity(model: PreTrainedModel, expected: Any = None, **kwargs:
     if expected is None:
         half = computes_in(model).itemsize == 2 and not kwargs.get("return_dict_in_generate")
         expected = stock_generate(model, **kwargs, **(LOGITS if half else {}))
-    path = hf_paged.explain(model, **kwargs).path
-    assert path != "stock"  # lockstep where a fixture wants it
+    explained = hf_paged.explain(model, **kwargs)
+    path = explained.path
+    assert path != "stock", explained  # lockstep where a fixture wants it
     engine = hf_paged.get_engine(model)
     before = engine.stats()
     with warnings.catch_warnings():

@@ -86,6 +86,23 @@ def test_a_log_level_is_one_of_transformers(capsys):
     assert all(word in said for word in ("--log-level", "loud", *logging.log_levels))
 
 
+@pytest.mark.parametrize("flag", ["--max-images", "--max-image-bytes", "--max-image-pixels"])
+def test_limits_of_images(capsys, flag):
+    for given in ("-1", "many"):
+        with pytest.raises(SystemExit):
+            parse(f"{flag}={given}")
+        assert flag in capsys.readouterr().err
+    from hf_paged.server.images import ImageLimits
+
+    with pytest.raises(SystemExit):
+        parse("--help")
+    said = " ".join(capsys.readouterr().out.split())
+    for name, most in zip(ImageLimits._fields, ("16", "32 MiB", "64 Mi"), strict=True):
+        meaning = said[said.index(f"--max-{name.replace('_', '-')} N ") :]
+        assert meaning.index(f"Left out: {most} ") < 100
+    assert ImageLimits() == (16, 32 << 20, 64 << 20)
+
+
 def test_adapters_are_read_by_name():
     assert read_adapters(parse("--adapter", "a=/x", "--adapter=b=c=d").adapter) == {"a": "/x", "b": "c=d"}
 
@@ -113,13 +130,15 @@ def test_the_module_starts_the_server_of_its_arguments(monkeypatch, trained_path
     (tmp_path / "template").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert main([trained_path, "--continuous-batching", "--device", "cpu", "--dtype", "float32", "--port", "8123",
                  "--served-model-name", "tiny", "--max-model-len", "77", "--reasoning", "off",
-                 "--chat-template-kwargs", '{"x": 1}', "--chat-template", str(tmp_path / "template")]) == 0
+                 "--max-images", "3", "--max-image-bytes=100", "--chat-template-kwargs", '{"x": 1}',
+                 "--chat-template", str(tmp_path / "template")]) == 0
     [served] = made
     try:
         assert (ran[0].port, served.names) == (8123, ["tiny"])
         assert served.engine.config.max_model_len == 77
         assert served.template_keywords == {"x": 1, "enable_thinking": False}
         assert served.processor.chat_template.startswith("{% for m")
+        assert served.image_limits == (3, 100, 64 << 20)
         assert len(threads_of_engines()) == 1
     finally:
         served.close()

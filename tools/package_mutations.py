@@ -47,6 +47,9 @@ INNER_TESTS, TOKENWISE_TESTS = "guards/test_quantized.py", "guards/test_tokenwis
 BATCHING_TESTS = "integration/continuous_batching/test_methods.py"
 PAGED_CALLS_TESTS, DERIVED_TESTS = "models/test_paged_calls.py", "models/derivation/test_executor.py"
 EXPERTS, EXPERTS_TESTS = "models/experts.py", "models/test_experts.py"
+FOLDING, FOLDING_TESTS, UPDATES_TESTS = (
+    f"models/expert_lora/{name}.py" for name in ("folding", "test_folding", "test_updates"))
+PEFT_EXPERTS_TESTS = "integration/test_peft_experts.py"
 REPLAY, REPLAY_TESTS, ROUTES_TESTS = (
     "models/routing/replay.py", "models/routing/test_replay.py", "engine/test_routed_experts.py")
 RANK_PARTS, RANK_PARTS_TESTS = "models/derivation/over_ranks.py", "models/derivation/test_over_ranks.py"
@@ -508,6 +511,16 @@ MODELS = [
     PackageMutation(REPLAY, "if active == adapters and known", "if known", REPLAY_TESTS, "belong_to_the_adapters"),
     PackageMutation(EXPERTS, "experts is not routes.experts or scores is not routes.scores", "False",
                     EXPERTS_TESTS, "changes_its_routes"),
+    PackageMutation(EXPERTS, "parts.router.correction) and _are_same(updates_of(outermost), parts)",
+                    "parts.router.correction)", UPDATES_TESTS, "of_the_present_adapters"),
+    PackageMutation(FOLDING, "if wrapper.disable_adapters or wrapper.merged:", "if wrapper.disable_adapters:",
+                    FOLDING_TESTS, "every_state"),
+    PackageMutation(FOLDING, "for name in names[1:]:", "for name in ():", FOLDING_TESTS, "every_state"),
+    PackageMutation("models/tuners.py", " and not wraps_experts(layer):", ":", PEFT_EXPERTS_TESTS, "rows_of_their_own"),
+    PackageMutation("models/executor.py", "{**self._folded_forwards(), **forwards}", "{**forwards}",
+                    PEFT_EXPERTS_TESTS, "trained_adapters and gpt"),
+    PackageMutation("kernels/experts/fold.py", "(scale * update).to(w.dtype).to(tl.float32)", "scale * update",
+                    "kernels/experts/test_fold.py", "before_and_behind"),
     PackageMutation(RANK_PARTS, "if own not in (call, divided):", "if False:", RANK_PARTS_TESTS, "calls_that_are_not"),
     PackageMutation(RANK_PARTS, "if (worst := distance(found, logits)) >= TOLERANCE:",
                     "if (worst := distance(found, logits)) >= 1e9:", RANK_PARTS_TESTS, "do_not_add_up"),
@@ -1524,9 +1537,25 @@ PROOFS = [
 ]
 
 RECURRENT, SAVED_TESTS = "runner/recurrent/recurrent_runner.py", "runner/recurrent/test_saved_states.py"
+PROMPT_ORDER, ORDER_TESTS = "runner/recurrent/prompt_order.py", "runner/recurrent/test_prompt_order.py"
+PACKED_TESTS, RULE_TESTS, CONVOLUTION_TESTS = (
+    "runner/recurrent/test_packed_prompts.py", "kernels/recurrent/test_packed_delta_rule.py",
+    "kernels/recurrent/test_packed_convolution.py")
 SAVED_STATES = [
-    PackageMutation(RECURRENT, "                run_singles()  # this row", "                pass  # this row",
-                    SAVED_TESTS, "of_one_step and Lfm2"),
+    PackageMutation(PROMPT_ORDER, "and (prompt.is_last_token or late.isdisjoint(reads))", "", SAVED_TESTS,
+                    "of_one_step and Lfm2"),
+    PackageMutation(PROMPT_ORDER, "prompt.load.snapshot not in unsaved", "True", PACKED_TESTS, "of_one_step"),
+    PackageMutation(PROMPT_ORDER, "late_prompts.isdisjoint(reads)", "True", ORDER_TESTS, "last_token"),
+    PackageMutation("models/derivation/recurrent_executor.py", " and type(layer).__module__ == file", "", PACKED_TESTS,
+                    "not_known_by_its_code"),
+    PackageMutation("models/derivation/recurrent_executor.py", "meta.seq_lens, meta.slots)",
+                    "0 * meta.seq_lens, meta.slots)", PACKED_TESTS, "in_chunks"),
+    PackageMutation("kernels/recurrent/packed_delta_rule.py", " * tl.exp(last) + _dot", " + _dot", RULE_TESTS,
+                    "float64"),
+    PackageMutation("kernels/recurrent/packed_convolution.py", "if start == begin:", "if start < 0:", CONVOLUTION_TESTS,
+                    "the_kernel"),
+    PackageMutation("kernels/recurrent/gated_rms_norm.py", "head // GROUP * gate_head", "head * gate_head",
+                    "kernels/recurrent/test_gated_rms_norm.py", "the_kernel"),
     PackageMutation("runner/recurrent/saved_states.py", "    if move.block_id != NULL_BLOCK_ID:\n        for tensor",
                     "    if False:\n        for tensor", SAVED_TESTS, "the_same_prompt and Lfm2"),
     PackageMutation("runner/recurrent/state_pool.py", "            tensor[slot] = states[key]\n", "            pass\n",

@@ -20,11 +20,13 @@ from hf_paged.engine.text import tokenizer_traits
 from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.guards.replaced_forwards import autocast_of_call
 from hf_paged.models.eligibility import why_not_native, why_not_subclass
+from hf_paged.models.executor import view_of
 from hf_paged.models.images import known_images
 from hf_paged.models.images.fed_contents import MOST_BYTES, FedContents
 from hf_paged.models.images.fed_prompt import FedPrompt
 from hf_paged.models.images.known_images import KnownImages
 from hf_paged.models.images.recording import STAYS_IN_STOCK, record
+from hf_paged.models.tuners import adapters_of
 from hf_paged.options.arguments import token_id_lists, token_ids
 from hf_paged.options.prompts import check_output
 from hf_paged.options.request_spec import RequestSpec
@@ -193,10 +195,8 @@ class RequestChecks(LockedCore):
         reasons = (self._executor.why_not_adapter(name) for name in dict.fromkeys(names))
         return next(filter(None, reasons), None) or list(names)
 
-    def recorded_images(self, input_ids: torch.Tensor, lengths: list[int], model_kwargs: Mapping[str, Any],
-                        max_new_tokens: int, *, once: bool) -> list[FedPrompt | None] | Reason:
-        """Return what the model's own code makes of the images of a call, for each row (see `record`), or the reason
-        why stock has to run it; ``once``: encoders run once over equal images."""
+    def images_reason(self, adapter: str | None = None) -> Reason | None:
+        """Return the reason why the engine runs no images of this model, or of rows that name this adapter, or None."""
         executor = self._executor
         if executor.inner_decoder is None:
             return Reason("images of a {}, which hands its decoder ids", type(executor.source).__name__,
@@ -205,6 +205,21 @@ class RequestChecks(LockedCore):
             return Reason("images of a model that keeps recurrent states", remedy=STAYS_IN_STOCK)
         if self.group.is_parallel or self.replica is not None:
             return Reason("images of a model that is sharded over several ranks", remedy=STAYS_IN_STOCK)
+        for path, layer in () if adapter is None else executor.look().adapted_layers():
+            is_before = path.startswith(f"{executor.body}.") and not path.startswith(f"{executor.inner_decoder}.")
+            if is_before and {adapter} & (known := adapters_of(layer)) != {*layer.active_adapters} & known:
+                return Reason("images under the adapter {}, which is not the active one of {}", repr(adapter), path,
+                              remedy="Towers run under active adapters: `set_adapter` of the model activates one.")
+        return None
+
+    def recorded_images(self, input_ids: torch.Tensor, lengths: list[int], model_kwargs: Mapping[str, Any],
+                        max_new_tokens: int, *, once: bool = True) -> list[FedPrompt | None] | Reason:
+        """Return what the model's own code makes of the images of a call, for each row (see `record`), or the reason
+        why stock has to run it; ``once``: encoders run once over equal images."""
+        executor = self._executor
+        if (reason := self.images_reason()) is not None:
+            return reason
+        assert executor.inner_decoder is not None
         through = self.images.through if once and executor.adapters_in_force() is None else lambda body: None
         # Views run without the wrappers of the model's forward.
         model, cast = executor.source, autocast_of_call(executor.source)
@@ -229,13 +244,17 @@ class RequestChecks(LockedCore):
         in stock."""
         executor = self._executor
         model, body = executor.source, executor.source.base_model_prefix
-        if executor.inner_decoder is None or executor.has_states or body not in model._modules:
+        if self.images_reason() is not None or body not in model._modules:
             return None
         if self.unsupported_reason() is not None or executor.adapters_in_force() is not None:
             return None
-        if self.group.is_parallel or self.replica is not None:
-            return None
         return self.images.view(model, body)
+
+    def view_for_images(self) -> Any:
+        """Return `encoding_view`, or a view with a body of its own: what stock's `generate` sets is not set on the
+        model."""
+        model, body = self._executor.source, self._executor.body
+        return self.encoding_view() or view_of(model, {body: model.get_submodule(body).forward})
 
     def forget_images(self) -> None:
         """Free what is kept of images, and of what prompts were fed of them."""

@@ -158,7 +158,8 @@ class Request:
         completion = Completion(
             token_ids=token_ids, finish_reason=last.reason, prompt_token_ids=sequence.prompt_token_ids,
             num_cached_tokens=sequence.num_cached_tokens, error=last.error, seed=self.spec.seed,
-            timings=Timings(self.queued, self.started, self.first_token, time.monotonic()), **last.completion,
+            timings=Timings(self.queued, self.started, self.first_token, time.monotonic()),
+            has_images=sequence.fed is not None, **last.completion,
         )
         return StepOutput(self.request_id, last.fresh, finish_reason=last.reason, completion=completion, **last.output)
 
@@ -168,7 +169,8 @@ def failed_output(sequence: Sequence, num_emitted: int, error: str) -> StepOutpu
     token_ids = list(sequence.output_token_ids)
     completion = Completion(token_ids, None, "error", sequence.prompt_token_ids,
                             num_cached_tokens=sequence.num_cached_tokens, error=error,
-                            version_runs=last_of([VersionRun(None, len(token_ids))], len(token_ids)))
+                            version_runs=last_of([VersionRun(None, len(token_ids))], len(token_ids)),
+                            has_images=sequence.fed is not None)
     fresh = token_ids[num_emitted:]
     return StepOutput(sequence.request_id, fresh, None, "error", completion,
                       version_runs=last_of(completion.version_runs, len(fresh)))

@@ -15,6 +15,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -26,11 +27,13 @@ from transformers.utils.hub import cached_files
 
 from hf_paged.config import OF_LOADING, PagedConfig
 from hf_paged.kernels.weights_checksum import warm_up
+from hf_paged.options.processors import reads_images, tokenizer_in
 from hf_paged.parallel.checkpoint import check_place, find_files, naming_broken_files, naming_the_place
 from hf_paged.parallel.loading import auto_class
 from hf_paged.vllm_names import LOADING, SAMPLING, unknown_names
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _NO_PLACE = ("user_agent", "repo_type", "tqdm_class", "init_inputs", "kwargs", "filenames", "deprecated_kwargs",
              "class_reference", "path_or_repo_id", "pretrained_model_name_or_path")
 _CONFIGS = ("config.json", "adapter_config.json", "params.json")
@@ -164,14 +167,28 @@ def _naming_unknown_arguments(arguments: dict[str, Any]) -> Iterator[None]:
 
 
 def tokenizer_of(path_or_id: str | os.PathLike, loading: Loading) -> Any:
-    """Load the model's tokenizer; returns None without tokenizer files, where AutoTokenizer would make an empty one."""
-    for file in TOKENIZER_FILES:
+    """Load the processor of an image-text model, or the tokenizer; returns None without tokenizer files, where
+    AutoTokenizer would make an empty one.
+
+    A processor that cannot be loaded, for which a package is missing for example, leaves the tokenizer.
+    """
+    if not _has_any(path_or_id, TOKENIZER_FILES, loading):
+        return None
+    if _has_any(path_or_id, PROCESSOR_FILES, loading):
+        with suppress(ImportError, OSError, ValueError):
+            processor = AutoProcessor.from_pretrained(path_or_id, **loading.of_tokenizer)
+            if reads_images(processor) and tokenizer_in(processor) is not None:
+                processor.tokenizer.padding_side = "left"
+                return processor
+    return AutoTokenizer.from_pretrained(path_or_id, padding_side="left", **loading.of_tokenizer)
+
+
+def _has_any(path_or_id: str | os.PathLike, files: tuple[str, ...], loading: Loading) -> bool:
+    for file in files:
         with suppress(OSError):
             if cached_file(path_or_id, file, **loading.of_files) is not None:
-                break
-    else:
-        return None
-    return AutoTokenizer.from_pretrained(path_or_id, padding_side="left", **loading.of_tokenizer)
+                return True
+    return False
 
 
 def check_checkpoint(path_or_id: str | os.PathLike, loading: Loading) -> None:

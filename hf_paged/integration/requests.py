@@ -16,11 +16,14 @@ from transformers import GenerationConfig
 from hf_paged.config import require_int
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.session import copy_ids
-from hf_paged.errors import UnsupportedModelError, UnsupportedOptionError
+from hf_paged.errors import Reason, UnsupportedModelError, UnsupportedOptionError
+from hf_paged.integration.recognise.images import fed_prompt
+from hf_paged.models.images.fed_prompt import FedPrompt
 from hf_paged.options.arguments import MOST_COPIES, ArgumentWarnings, base_seed, num_copies, salt_digest
 from hf_paged.options.chat_keywords import split_keywords, template_parameters
 from hf_paged.options.keywords import DEFAULTS, OF_CALL
-from hf_paged.options.prompts import prompt_ids, prompt_list, split_output
+from hf_paged.options.processors import Prompt
+from hf_paged.options.prompts import prompt_list, read_prompt, split_output
 from hf_paged.options.read import MergeCache, SpecReader
 from hf_paged.options.request_spec import (
     RequestSpec,
@@ -36,6 +39,7 @@ from hf_paged.sampling.log_probs import PROCESSED
 from hf_paged.sampling.sampler import derive_seed
 
 ON_ERROR = ("raise", "complete")
+MOST_OF_ERROR = 1000  # characters of an error's text
 
 
 @dataclass(frozen=True)
@@ -108,19 +112,28 @@ class Call:
         if self.on_error == "raise":
             kinds = UnsupportedOptionError, TypeError, ValueError
             kind = next((kind for kind in kinds if isinstance(error, kind)), None)
-            text = error_text(error) if kind is None else str(error)
+            text = error_text(error) if kind is None else _shortened(str(error))
             raise (kind or ValueError)(f"prompts[{index}]: {text}") from error
         # A copy of the ids, so that no other completion of the prompt has the same list.
         return Completion([], None, "error", list(ids), error=error_text(error))
 
 
 class CallReader:
-    """The reader of one generator's calls."""
+    """The reader of one generator's calls.
 
-    def __init__(self, engine: Engine, model: Any) -> None:
-        self._engine, self._model = engine, model
+    Attributes:
+        processor: of images; None for a tokenizer alone.
+    """
+
+    def __init__(self, engine: Engine, model: Any, processor: Any = None) -> None:
+        self._engine, self._model, self.processor = engine, model, processor
         self._notices = ArgumentWarnings()
         self._merges = MergeCache()
+
+    @property
+    def renderer(self) -> Any:
+        """What renders chats: the processor, or the engine's tokenizer."""
+        return self._engine.tokenizer if self.processor is None else self.processor
 
     def read(self, call: Call) -> list[RequestSpec | Completion]:
         """Return, for every completion of the call in order, its request, or the completion if it cannot run.
@@ -149,18 +162,19 @@ class CallReader:
         priorities = [check_priority(one) for one in one_per_prompt("priority", call.priority, len(prompts))]
         most = one_per_prompt("best_of", call.best_of, len(prompts))
         given_keywords = {**call.keywords, "max_new_tokens": 1} if call.scores_only else call.keywords
-        template, keywords = split_keywords(given_keywords, call.chat_template_kwargs, prompts, engine.tokenizer,
+        template, keywords = split_keywords(given_keywords, call.chat_template_kwargs, prompts, self.renderer,
                                             own_entries)
         read = SpecReader(model, keywords, self._merges, engine.num_logits)
         planned: list[RequestSpec | Completion] = []
         max_model_len = engine.max_model_len
-        for index, ids in enumerate(self._checked(prompts, template)):
+        for index, prompt in enumerate(self._checked(prompts, template)):
             config = configs[index]
             if isinstance(given[index], Exception):
-                ids = given[index]
+                prompt = given[index]
+            ids = [] if isinstance(prompt, Exception) else prompt.ids
             try:
-                if isinstance(ids, Exception):
-                    raise ids
+                if isinstance(prompt, Exception):
+                    raise prompt
                 if isinstance(adapter := adapters[index], Exception):
                     raise adapter
                 if isinstance(form := forms[index], Exception):
@@ -172,6 +186,8 @@ class CallReader:
                 copies = wanted if most[index] is None else num_candidates(most[index], wanted, spec)
                 if most[index] is not None and spec.logprobs is None:
                     spec = spec.but(logprobs=PROCESSED)
+                if prompt.inputs:
+                    spec = spec.but(fed=self._fed(prompt, spec))
                 spec = spec.but(structured=form, priority=priorities[index], autocast=autocast, index=index,
                                 best=wanted if copies > wanted else None)
                 if (previous := given[index][1]) is not None:
@@ -186,13 +202,13 @@ class CallReader:
             except UnsupportedModelError:
                 raise
             except Exception as error:
-                if not any(error is one for one in (ids, adapters[index], forms[index])):
+                if not any(error is one for one in (prompt, adapters[index], forms[index])):
                     if not isinstance(error, (TypeError, ValueError)):
                         raise
                     if config is call.generation_config:  # raises if the error is one of every prompt
                         of_all = options[index] if options[index] is call.options else {}
                         self._settled([0], config, call, read, of_all, None, None)
-                failed = call.failed(index, error, [] if isinstance(ids, Exception) else ids)
+                failed = call.failed(index, error, ids)
                 planned += [failed] * _copies_of(config, keywords, model.generation_config)
             else:
                 planned += specs
@@ -243,14 +259,29 @@ class CallReader:
                     begun.append(self._engine.begin_grammar(read))
         return begun
 
-    def _checked(self, prompts: list[Any], template: dict[str, Any]) -> list[list[int] | Exception]:
-        """Return each prompt's token ids, or the exception that says why the prompt cannot run."""
-        forms = [_attempt(lambda prompt: prompt_ids(prompt, self._engine.tokenizer, template), p) for p in prompts]
+    def _checked(self, prompts: list[Any], template: dict[str, Any]) -> list[Prompt | Exception]:
+        """Return each prompt with checked token ids, or the exception that says why the prompt cannot run."""
+        renderer = self.renderer
+        forms = [_attempt(lambda prompt: read_prompt(prompt, renderer, template), p) for p in prompts]
         if not any(isinstance(form, Exception) for form in forms):
             with suppress(TypeError, ValueError):
-                return list(self._engine.check_prompts(forms))
-        check = self._engine.check_prompt
+                checked = self._engine.check_prompts([form.ids for form in forms])
+                return [Prompt(ids, form.inputs) for ids, form in zip(checked, forms, strict=True)]
+
+        def check(form: Prompt) -> Prompt:
+            return Prompt(self._engine.check_prompt(form.ids), form.inputs)
+
         return [f if isinstance(f, Exception) else _attempt(check, f, (TypeError, ValueError)) for f in forms]
+
+    def _fed(self, prompt: Prompt, spec: RequestSpec) -> FedPrompt | None:
+        """Return what the model is fed of a prompt's images; a ValueError says why they cannot run."""
+        try:
+            fed = fed_prompt(self._engine, prompt.ids, prompt.inputs, spec.max_new_tokens, spec.adapter_name)
+        except Exception as error:  # by the model's own code
+            raise ValueError(f"its images cannot run: {error_text(error)}") from error
+        if isinstance(fed, Reason):
+            raise UnsupportedOptionError(fed.with_remedy)
+        return fed
 
     def _settled(self, ids: list[int], config: GenerationConfig | None, call: Call, read: SpecReader,
                  options: dict[str, Any], salt: Any, adapter: Any) -> tuple[RequestSpec, int]:
@@ -303,7 +334,12 @@ def refused_output(completion: Completion) -> StepOutput:
 
 def error_text(error: Exception) -> str:
     """Return the text of an exception in `Completion.error`."""
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {_shortened(str(error))}"
+
+
+def _shortened(text: str) -> str:
+    """Return a text without its middle if it is long: transformers' errors quote whole images."""
+    return text if len(text) <= MOST_OF_ERROR else f"{text[: MOST_OF_ERROR // 2]} ... {text[-MOST_OF_ERROR // 2 :]}"
 
 
 def _attempt(check: Callable[[Any], Any], prompt: Any, kinds: tuple[type[Exception], ...] = (Exception,)) -> Any:

@@ -31,8 +31,8 @@ _PREFETCH_BYTES = 16 << 20
 
 __all__ = [
     "after_previous_kernel", "cdiv", "column_numbers", "constants", "jit", "next_power_of_2", "on_device_of",
-    "pdl_options",
-    "pdl_supported", "prefetch_options", "prefetch_rows", "prefetch_vector", "require_triton", "tl", "triton",
+    "pdl_options", "pdl_supported", "prefetch_options", "prefetch_rows", "prefetch_vector", "require_triton",
+    "row_of_tile", "tl", "triton",
 ]
 
 
@@ -169,3 +169,18 @@ def prefetch_vector(pointer, num_bytes):  # type: ignore[no-untyped-def]
         }""",
         "=r,l,r", [pointer.to(tl.int64), num_bytes], tl.int32, is_pure=False, pack=1,
     )
+
+
+@jit()
+def row_of_tile(starts, tile, num_rows, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of rows of packed tokens in tiles of SIZE, the largest whose first tile, ``starts[row] // SIZE + row``, is not
+    after ``tile``; T tokens of R rows have at most ``T // SIZE + R`` tiles, some of them behind their row's end."""
+    low = 0
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) // SIZE + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low

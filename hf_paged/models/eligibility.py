@@ -35,6 +35,7 @@ from hf_paged.guards.tokenwise import (
     row_mixing_of_weight,
 )
 from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights
+from hf_paged.models.expert_lora.folding import why_not_wrapped
 from hf_paged.models.paged_calls import implementation_of, why_not_attention
 from hf_paged.models.tuners import is_adapted, layers_within
 from hf_paged.parallel.fsdp import plain_class
@@ -84,7 +85,8 @@ def why_not_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reas
         return why_not_under(executor, autocast)
     seen = ModelWalk(executor, autocast, list(executor.model.named_modules()), list(executor.model.named_parameters()),
                 list(executor.own_modules()), list(executor.called_modules()))
-    checks = (_why_not_sharding, _why_not_module, _why_not_device, _why_not_hook, _why_not_dtype, _why_not_train_mode)
+    checks = (_why_not_sharding, _why_not_module, _why_not_experts, _why_not_device, _why_not_hook, _why_not_dtype,
+              _why_not_train_mode)
     reason = next((reason for check in checks if (reason := check(seen)) is not None), None)
     reason = executor.why_not_constants() if reason is None else reason  # constants are read off modules that passed
     if reason is None and not executor.group.is_parallel:  # for ranks of a sharded model shapes are checked again
@@ -95,7 +97,8 @@ def why_not_under(executor: ModelExecutor, autocast: torch.dtype | None) -> Reas
 def _watched_kinds(seen: ModelWalk) -> tuple[type, ...]:
     """Return the classes whose code every look compares: of known layers, torch's and sharded modules."""
     found = {type(module): None for _, module in seen.modules}
-    return tuple(kind for kind in found if kind in KNOWN_LAYERS or kind.__module__.startswith(_OWN_LAYERS))
+    return tuple(kind for kind in found if kind in KNOWN_LAYERS or kind.__module__.startswith(_OWN_LAYERS)
+                 or kind.__name__ == "ParamWrapper")
 
 
 def why_not_subclass(executor: ModelExecutor) -> Reason | None:
@@ -149,6 +152,10 @@ def _why_not_module(seen: ModelWalk) -> Reason | None:
                 return Reason("{} is a quantized {}, which {}", name, type(module).__name__, does,
                               remedy=hints.EACH_ROW_ALONE)
     return None
+
+
+def _why_not_experts(seen: ModelWalk) -> Reason | None:
+    return why_not_wrapped(seen.modules)
 
 
 def _full_name(value: object) -> str:

@@ -38,6 +38,7 @@ from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.replaced_forwards import autocast_of_call, functions_of, kernel_numbers, why_not_replaced
 from hf_paged.guards.tokenwise import quantization_state, stores_float8
 from hf_paged.models.base import AttentionMask, KVSpec, RoutesShape, StepContext
+from hf_paged.models.expert_lora.folding import folded_bytes, folded_forward, folded_layers, outermost_wrappers
 from hf_paged.models.paged_calls import paged_call, running
 from hf_paged.models.recurrent.view import StateView, cache_argument
 from hf_paged.models.routing.record import RouteRecorder, routers_of, shape_of
@@ -112,6 +113,7 @@ class ModelExecutor(ABC):
     calls_modules = True  # whether all modules run as they stand, on packed tokens
     has_states = False  # whether layers keep a recurrent state of each sequence (`models/recurrent`)
     whole_prompts = False  # whether layers take no state into a further chunk of a prompt
+    packs_prompts = False  # whether several prompts with states may lie one behind the other in one forward
     inner_decoder: str | None = None  # path of the decoder below `body` that takes vectors, of image-text models
     has_experts = True  # whether forwards may look up an implementation of experts
 
@@ -126,6 +128,7 @@ class ModelExecutor(ABC):
         self._look: ModelReadings | None = None
         self._row_names: tuple[str, ...] = ()
         self._adapted: list[weakref.ref] = []
+        self._wrapped: list[str] = []  # paths below the decoder of experts with LoRA on their weights
         self.watch = ModelWatch()
         self._functions = functions_of(modeling)
         self.original_code()  # record it now, before code patches the enabled model
@@ -257,13 +260,15 @@ class ModelExecutor(ABC):
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Return an upper estimate of a step's bytes: hidden states, the MLP's inputs, fp32 logits and their copies."""
         hidden = self.hidden_size
-        widest = max([hidden, *(_width(module) for module in self.decoder.modules())])
+        of_sums = folded_layers(self.decoder)
+        widest = max([hidden, *(_width(module) for module in self.decoder.modules() if module not in of_sums)])
         experts = getattr(self.config, "num_experts_per_tok", None) or 1
         per_token = 8 * hidden + experts * (3 * widest + 2 * hidden)
         # Autocast copies what it casts; the copy of the head is the largest, and the last.
         cast = 0 if self.autocast is None else hidden * self.num_logits * self.autocast.itemsize
         itemsize = self.kv_spec().compute_dtype.itemsize
-        return num_tokens * per_token * itemsize + num_rows * self.num_logits * 4 * 4 + cast
+        own = num_tokens * per_token * itemsize + num_rows * self.num_logits * 4 * 4 + cast
+        return own + folded_bytes(self.decoder)
 
     @abstractmethod
     def original_code(self) -> OriginalCode:
@@ -422,12 +427,19 @@ class ModelExecutor(ABC):
         return self.body_with(step, {})
 
     def body_with(self, step: StepContext, forwards: Mapping[str, Callable[..., Any]]) -> nn.Module:
-        """Return the decoder, or a view of it, in which modules run these forwards, and routers record routes."""
+        """Return the decoder, or a view of it, in which modules run these forwards, experts that are wrapped theirs
+        on the sums, and routers record routes."""
         decoder: nn.Module = self.decoder
+        forwards = {**self._folded_forwards(), **forwards}
         if self.routes is not None:
             routers = {path: decoder.get_submodule(path) for path in self._routers}
             forwards = RouteRecorder(step).forwards(routers, forwards)
         return view_of(decoder, forwards) if forwards else decoder
+
+    def _folded_forwards(self) -> dict[str, Callable[..., Any]]:
+        """Return forwards for experts with LoRA on their weights, by path below the decoder."""
+        found = ((path, self.decoder.get_submodule(path)) for path in self._wrapped)
+        return {path: folded_forward(experts) for path, experts in found}
 
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Compute final normed hidden states [T, hidden_size], or [W, hidden_size] of `wanted` tokens, from ids [T]."""
@@ -510,6 +522,8 @@ class ModelExecutor(ABC):
         """Let `StepContext.adapters` count the present `adapter_names` from now on, and return these names."""
         look = self.look()
         self._row_names, self._adapted = look.adapter_names, [weakref.ref(one) for _, one in look.adapted_layers()]
+        wrapped = outermost_wrappers(look.adapted_layers())
+        self._wrapped = [path.removeprefix(f"{self.body}.") for path, _ in wrapped]
         return self._row_names
 
     def adapter_rows(self, adapters: torch.Tensor | None) -> AdapterRows | None:

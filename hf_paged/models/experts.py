@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +19,12 @@ from hf_paged.guards.families import SILU
 from hf_paged.guards.hooks import ReplayHook, only_captures
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.experts.down import down_unchecked
+from hf_paged.kernels.experts.fold import ExpertUpdate
 from hf_paged.kernels.experts.gate_up import ExpertWeights, Gating, gate_up_unchecked
 from hf_paged.kernels.experts.join import ExpertOutputs, join_experts_unchecked
 from hf_paged.kernels.experts.route import (
     MAX_EXPERTS,
+    MAX_ROWS,
     SIGMOID,
     SOFTMAX,
     TOPK_SOFTMAX,
@@ -34,14 +35,16 @@ from hf_paged.kernels.experts.route import (
     route_unchecked,
 )
 from hf_paged.models.executor import ModelExecutor, view_of
+from hf_paged.models.expert_lora.folding import folded_forward, wrappers_of
+from hf_paged.models.expert_lora.updates import updates_of
 from hf_paged.models.layer_ops import apply_module
 from hf_paged.models.routing.record import recording
+from hf_paged.models.tuners import inside_wrappers, wraps_experts
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import ShardedExperts
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 256  # of a step, beyond which transformers' grouped product runs
 _IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 # Attributes of experts; transformers 5.17 has none of the kinds that later versions name by the last two.
 _EXPECTED = {"has_gate": True, "has_post_expert_norm": False, "_is_expert_parallel": False}
@@ -84,8 +87,10 @@ class ExpertsParts(NamedTuple):
         """Return whether a step computes the same with both."""
         if not isinstance(other, ExpertsParts) or (self.rule, self.gating) != (other.rule, other.gating):
             return False
-        mine, others = ((*one.router, *one.gate_up, *one.down, one.ranks, one.arrivals) for one in (self, other))
-        return all(a is b for a, b in zip(mine, others, strict=True))
+        mine, others = ((*one.router, *_flat(one.gate_up), *_flat(one.down), one.ranks, one.arrivals)
+                        for one in (self, other))
+        return len(mine) == len(others) and all(a is b or (type(a) is float and a == b)
+                                                for a, b in zip(mine, others, strict=True))
 
     def routes(self, hidden: torch.Tensor, lengths: torch.Tensor | None) -> Routes:
         """Choose experts for each row; ``lengths`` [T] int32: 0 for padding rows, which get none; None: there are none.
@@ -98,8 +103,8 @@ class ExpertsParts(NamedTuple):
         return ExpertOutputs(down_unchecked(inner, self.down, routes), routes)
 
     def outputs(self, hidden: torch.Tensor, lengths: torch.Tensor | None) -> ExpertOutputs | None:
-        """Return `products` by `routes`; None for so many rows that the block's modules are faster."""
-        return None if len(hidden) > MOST_ROWS else self.products(hidden, self.routes(hidden, lengths))
+        """Return `products` by `routes`; None for more rows than the router's kernel takes."""
+        return None if len(hidden) > MAX_ROWS else self.products(hidden, self.routes(hidden, lengths))
 
 
 def apply_experts(block: nn.Module, parts: ExpertsParts | None, hidden: torch.Tensor, lengths: torch.Tensor | None,
@@ -112,9 +117,12 @@ def apply_experts(block: nn.Module, parts: ExpertsParts | None, hidden: torch.Te
     """
     outputs = None if parts is None else parts.outputs(hidden, lengths)
     if parts is None or outputs is None:
+        forwards: dict[str, Callable[..., Any]] = {}
+        if wraps_experts(experts := block._modules["experts"]):
+            forwards["experts"] = folded_forward(experts)
         if record is not None:
-            block = view_of(block, {_router_name(block): recording(_router_of(block), record)})
-        return apply_module(block, hidden), SINGLE
+            forwards[_router_name(block)] = recording(_router_of(block), record)
+        return apply_module(view_of(block, forwards) if forwards else block, hidden), SINGLE
     if record is not None:
         record(outputs.routes.experts)
     return (join_experts_unchecked(outputs), parts.ranks) if parts.ranks.is_parallel else (outputs, SINGLE)
@@ -195,7 +203,7 @@ class ExpertForwards:
     def of_step(self, num_tokens: int, lengths: torch.Tensor | None) -> dict[str, Callable[..., Any]]:
         """Return the forwards of a step, by path below the decoder; ``lengths``: as in `ExpertsParts.routes`."""
         forwards: dict[str, Callable[..., Any]] = {}
-        if num_tokens > MOST_ROWS:
+        if num_tokens > MAX_ROWS:
             return forwards
         decoder: nn.Module = self._executor.decoder
         for path, parts in self._parts.items():
@@ -236,7 +244,7 @@ class _Forwards:
         """Compute the experts; those that were given others than `route` returned by their module."""
         routes = self._routes
         if routes is None or experts is not routes.experts or scores is not routes.scores:
-            found: torch.Tensor = self._experts.forward(hidden, experts.clamp(min=0).long(), scores)
+            found: torch.Tensor = folded_forward(self._experts)(hidden, experts.clamp(min=0).long(), scores)
             return found
         return self._parts.ranks.all_reduce(join_experts_unchecked(self._parts.products(hidden, routes)))
 
@@ -256,7 +264,8 @@ def read_experts(block: nn.Module, implementation: str | None, dtype: torch.dtyp
         return f"the config names the implementation {implementation!r} of experts"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"hidden states are {dtype}, and the kernels take float16 and bfloat16"
-    router, experts = _router_of(block), block._modules["experts"]
+    router, outermost = _router_of(block), block._modules["experts"]
+    experts, updates = inside_wrappers(outermost), updates_of(outermost)
     name = known_code(getattr(type(router), "forward", None), ROUTERS)
     if name is None:
         return f"the router is a {type(router).__name__}, whose code is not known"
@@ -266,13 +275,16 @@ def read_experts(block: nn.Module, implementation: str | None, dtype: torch.dtyp
         return "the block of experts has other modules than a router and experts"
     if not is_alone and not ignores_logits(type(block)):
         return f"a {type(block).__name__} may read more of its router than experts and scores"
-    if not all(map(_is_untouched, (block, router, experts))):
+    if not all(map(_is_untouched, (block, router, *wrappers_of(outermost), experts))):
         return "the block of experts has hooks"
+    if isinstance(updates, str):
+        return updates
     rule, gating = _RULES[name](router), _gating(experts)
     if gating is None:
         return "experts have another activation than silu(gate) * up or gpt-oss'"
     found = next(_unlike(block, router, experts, rule, dtype), None)
-    return _parts(block, router, experts, rule, gating, arrivals) if found is None else f"experts have {found}"
+    return f"experts have {found}" if found is not None else _parts(block, router, experts, updates, rule, gating,
+                                                                    arrivals)
 
 
 def _router_name(block: nn.Module) -> str:
@@ -299,14 +311,20 @@ def _gating(experts: Any) -> Gating | None:
     return None
 
 
-def _parts(block: nn.Module, router: Any, experts: Any, rule: RouterRule, gating: Gating,
-           arrivals: torch.Tensor) -> ExpertsParts:
-    weights = partial(ExpertWeights, is_transposed=experts.is_transposed)
+def _parts(block: nn.Module, router: Any, experts: Any, updates: dict[str, ExpertUpdate], rule: RouterRule,
+           gating: Gating, arrivals: torch.Tensor) -> ExpertsParts:
+    def weights(name: str) -> ExpertWeights:
+        return ExpertWeights(getattr(experts, name), getattr(experts, f"{name}_bias", None), experts.is_transposed,
+                             updates.get(name))
+
     ranks = experts.group if isinstance(experts, ShardedExperts) and experts.group.is_parallel else SINGLE
     return ExpertsParts(
         RouterWeights(router.weight, getattr(router, "bias", None), _correction(block, router)), rule,
-        weights(experts.gate_up_proj, getattr(experts, "gate_up_proj_bias", None)),
-        weights(experts.down_proj, getattr(experts, "down_proj_bias", None)), gating, ranks, arrivals)
+        weights("gate_up_proj"), weights("down_proj"), gating, ranks, arrivals)
+
+
+def _flat(weights: ExpertWeights) -> tuple[Any, ...]:
+    return (*weights[:-1], *(weights.update or (None,)))
 
 
 def _correction(block: nn.Module, router: nn.Module) -> torch.Tensor | None:
@@ -315,12 +333,24 @@ def _correction(block: nn.Module, router: nn.Module) -> torch.Tensor | None:
 
 def _current(block: nn.Module, parts: ExpertsParts) -> ExpertsParts | None:
     """Return the parts if the block still has their weights, and no hooks."""
-    router, experts = _router_of(block), block._modules["experts"]
-    if router is None or experts is None or not all(map(_is_untouched, (block, router, experts))):
+    router, outermost = _router_of(block), block._modules["experts"]
+    experts = inside_wrappers(outermost)
+    if router is None or experts is None or not all(
+            map(_is_untouched, (block, router, *wrappers_of(outermost), experts))):
         return None
     held = {**router._parameters, **experts._parameters}
     return parts if all(held.get(name) is tensor for name, tensor in _named(parts)) and (
-        _correction(block, router) is parts.router.correction) else None
+        _correction(block, router) is parts.router.correction) and _are_same(updates_of(outermost), parts) else None
+
+
+def _are_same(updates: dict[str, ExpertUpdate] | str, parts: ExpertsParts) -> bool:
+    """Return whether the updates of experts' weights are those of parts."""
+    if isinstance(updates, str):
+        return False
+    pairs = [(updates.get(name), weights.update) for name, weights in (
+        ("gate_up_proj", parts.gate_up), ("down_proj", parts.down))]
+    return all(a is b or (a is not None and b is not None and a.a is b.a and a.b is b.b and a.scale == b.scale)
+               for a, b in pairs)
 
 
 def _named(parts: ExpertsParts) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -41,7 +41,7 @@ from hf_paged.models.linears import HEAD, MLP_GROUP, QKV_GROUP, DecoderLinears, 
 from hf_paged.models.lora import is_loaded, is_patched, reads_tables
 from hf_paged.models.one_launch import OneLaunch, Rows, decoder_of, why_not
 from hf_paged.models.rope import RopeTable, longest_length
-from hf_paged.models.tuners import AdapterRows, apply_layer
+from hf_paged.models.tuners import AdapterRows, apply_layer, inside_wrappers
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import RowParallelLinear, VocabParallelHead, local_kv_heads, sharded_class
 
@@ -591,7 +591,7 @@ class FusedExecutor(ModelExecutor):
     def _mlp_constants(self, mlp: Any) -> Any:
         if not has_experts(mlp):
             return None
-        return experts_implementation(self.model.config), *map(plain_values, (mlp.gate, mlp.experts))
+        return experts_implementation(self.model.config), *map(plain_values, (mlp.gate, inside_wrappers(mlp.experts)))
 
     def _collect_parts(self) -> list[LayerParts]:
         """Return every layer's parts as they are now."""
@@ -683,7 +683,7 @@ def _vector(name: str, norm: nn.Module, size: int, dtype: torch.dtype | None) ->
 
 
 def _parts_inside(path: str, module: nn.Module, classes: dict[str, tuple[type, ...]]) -> Iterator[_Part]:
-    for key, child in module._modules.items():
+    for key, child in zip(module._modules, map(inside_wrappers, module._modules.values()), strict=True):
         name = f"{path}.{key}" if path else key
         if key == "layers" and type(child) is nn.ModuleList:
             for i, layer in enumerate(child):

@@ -23,6 +23,7 @@ from hf_paged.kernels.lora.lora_order import RowOrder, order_rows
 
 BASE = "__base__"  # PEFT's name for rows that no adapter is applied to
 SAVED = "peft.utils.other.ModulesToSaveWrapper"
+WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
 # Classes of PEFT that apply an adapter row by row, with the arithmetic of `apply_layer`.
 _ROW_BY_ROW = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding",
                "peft.tuners.lora.torchao.TorchaoLoraLinear", SAVED)
@@ -49,6 +50,18 @@ def is_saved(layer: nn.Module) -> bool:
     """Return whether a layer holds copies of another one, one for each adapter, that train whole (`modules_to_save`).
     """
     return "modules_to_save" in layer._modules and called_name(layer) == SAVED
+
+
+def wraps_experts(layer: Any) -> bool:
+    """Return whether a layer wraps experts and has LoRA matrices of one of their weights (`target_parameters`)."""
+    return type(layer).__name__ == "ParamWrapper" and called_name(layer) == WRAPPER and layer.num_experts > 1
+
+
+def inside_wrappers(layer: Any) -> Any:
+    """Return the experts that such layers, one around the other, wrap; any other layer itself."""
+    while wraps_experts(layer):
+        layer = layer.base_layer
+    return layer
 
 
 def is_adapted(layer: nn.Module) -> bool:
@@ -98,7 +111,7 @@ def why_not_row(layers: Iterable[tuple[str, Any]], name: str) -> Reason | None:
                           remedy="Call `unmerge_adapter()`: what is merged is part of every row.")
         if is_saved(layer) and not {name, *layer.active_adapters} <= {BASE, *adapters_of(layer)}:
             return Reason("{} has no copy of an adapter that is named or active", path, remedy=ONE_AT_A_TIME)
-        if name not in adapters_of(layer):
+        if name not in adapters_of(layer) and not wraps_experts(layer):  # which run for all rows of a step
             continue
         if (kind := called_name(layer)) not in _ROW_BY_ROW:
             return Reason("{} is a {}, which is not run for single rows", path, kind, remedy=ONE_AT_A_TIME)

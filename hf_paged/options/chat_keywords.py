@@ -9,9 +9,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
+from transformers.processing_utils import ProcessorMixin
 
 from hf_paged.config import OF_LOADING, PagedConfig
 from hf_paged.options.keywords import CallKeywords, names_of
+from hf_paged.options.processors import own_template, tokenizer_in
 from hf_paged.options.prompts import is_chat, is_without_template
 from hf_paged.vllm_names import SAMPLING, unknown_names
 
@@ -114,7 +116,8 @@ def check_read(given: Mapping[str, Any], tokenizer: Any, *, others: Mapping[str,
     read = variables_of(source)
     own = {*(template_parameters(tokenizer) if parameters is None else parameters)} - {*_FOR_TEMPLATE}
     method = type(tokenizer).apply_chat_template
-    if method is not PreTrainedTokenizerBase.apply_chat_template:  # a tokenizer's own method may read them itself
+    if method not in (PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template):
+        # A tokenizer's own method may read them itself.
         own |= _named(method) & {*_FOR_TEMPLATE}
     neutral = {"tools": not given.get("tools"), "documents": not given.get("documents"),
                "add_generation_prompt": given.get("add_generation_prompt") is (not given.get("continue_final_message"))}
@@ -126,10 +129,12 @@ def check_read(given: Mapping[str, Any], tokenizer: Any, *, others: Mapping[str,
 
 def template_source(tokenizer: Any, keywords: Mapping[str, Any]) -> str | None:
     """Return the template that `apply_chat_template` renders with these keywords; None if there is none to read."""
-    if not hasattr(tokenizer, "get_chat_template"):
+    named, is_processor = keywords.get("chat_template"), tokenizer_in(tokenizer) is not tokenizer
+    if not is_processor and not hasattr(tokenizer, "get_chat_template"):
         return None
     try:
-        source = tokenizer.get_chat_template(keywords.get("chat_template"), keywords.get("tools"))
+        source = own_template(tokenizer, named) if is_processor else tokenizer.get_chat_template(
+            named, keywords.get("tools"))
         variables_of(source)
     except Exception:  # no template, or one that is none: applying it says so
         return None

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hf_paged.options.arguments import token_ids
+from hf_paged.options.processors import Prompt, chat_for, reads_images, render, tokenizer_in
 from hf_paged.outputs import Completion, VersionRun, last_of
 
 ACCEPTED = (
@@ -26,7 +27,10 @@ _ROLES = ("system", "developer", "user", "assistant")  # whose contents are text
 _OTHERS = "other roles"
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio", "file")
+_IMAGES = ("image", "image_url")  # types of the parts that processors read as images
 _EXPECTED = "expected text parts, {'type': 'text', 'text': str}"
+_WITH_IMAGES = (f"{_EXPECTED}, and images, {{'type': 'image', 'image': image, path or URL}} or {{'type': 'image_url', "
+                "'image_url': {'url': 'data:image/...'}}")
 
 
 def prompt_list(prompts: Any) -> list[Any]:
@@ -38,12 +42,12 @@ def prompt_list(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def prompt_ids(prompt: Any, tokenizer: Any, template: dict[str, Any]) -> Sequence[int]:
-    """Return the token ids of one prompt; their values are checked by the engine.
+def read_prompt(prompt: Any, tokenizer: Any, template: dict[str, Any]) -> Prompt:
+    """Return one prompt as token ids, whose values are checked by the engine, and as what is made of its images.
 
     Args:
         prompt: of one of the forms that `ACCEPTED` names.
-        tokenizer: needed for text and chats.
+        tokenizer: needed for text and chats; a processor for images.
         template: keywords of ``tokenizer.apply_chat_template`` for a chat.
 
     Raises:
@@ -54,17 +58,20 @@ def prompt_ids(prompt: Any, tokenizer: Any, template: dict[str, Any]) -> Sequenc
     if isinstance(prompt, dict):
         prompt = _inside(prompt)
     if isinstance(prompt, str):
-        prompt = _require(tokenizer, "text prompts")(prompt)["input_ids"]
+        prompt = tokenizer_in(_require(tokenizer, "text prompts"))(prompt)["input_ids"]
     elif is_chat(prompt):
         tokenizer = _require(tokenizer, "chats")
-        chat = readable_chat(prompt, tokenizer, template)
-        prompt = tokenizer.apply_chat_template(chat, **template, tokenize=True, return_dict=True)["input_ids"]
+        return render(tokenizer, readable_chat(prompt, tokenizer, template), template)
     elif isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     elif not isinstance(prompt, (list, tuple)):
         raise TypeError(f"{prompt!r:.80}: expected {ACCEPTED}, got {type(prompt).__name__}")
-    ids: Sequence[int] = prompt
-    return ids
+    return Prompt(prompt)
+
+
+def prompt_ids(prompt: Any, tokenizer: Any, template: dict[str, Any]) -> list[int]:
+    """Return the token ids of `read_prompt`."""
+    return read_prompt(prompt, tokenizer, template).ids
 
 
 def is_without_template(prompt: Any) -> bool:
@@ -77,7 +84,7 @@ def is_without_template(prompt: Any) -> bool:
 def check_tokenizer(tokenizer: Any) -> None:
     """Raise TypeError for the name of a tokenizer, which other libraries take in place of the object."""
     if isinstance(tokenizer, (str, os.PathLike)):
-        raise TypeError(f"tokenizer={tokenizer!r:.200}: expected None or a tokenizer, such as "
+        raise TypeError(f"tokenizer={tokenizer!r:.200}: expected None, a tokenizer or a processor, such as "
                         f"AutoTokenizer.from_pretrained({tokenizer!r:.200})")
 
 
@@ -143,9 +150,12 @@ def known_versions(previous: Completion) -> list[VersionRun]:
 def split_output(prompt: Any) -> tuple[Any, Completion | None]:
     """Return a prompt in one of the forms of `prompt_ids`, and its earlier output without the prompt, or None.
 
-    Raises TypeError if the output or the versions are no sequence.
+    Raises TypeError if the output or the versions are no sequence, and ValueError for a completion of images.
     """
     if isinstance(prompt, Completion):
+        if prompt.has_images:
+            raise ValueError("a Completion of a prompt with images, which its token ids do not hold: expected its "
+                             "chat, with the text so far as the last message and continue_final_message=True")
         runs = tuple(VersionRun(*run) for run in prompt.version_runs)
         return prompt.prompt_token_ids, Completion(
             prompt.token_ids, None, prompt.finish_reason, [], prompt.logprobs, version_runs=runs, seed=prompt.seed,
@@ -187,12 +197,8 @@ def readable_chat(chat: Any, tokenizer: Any, keywords: Mapping[str, Any]) -> lis
         if not isinstance(message.get("role"), str):
             raise ValueError(f"messages[{number}]={message!r:.80}: expected a role, as in "
                              "{'role': 'user', 'content': 'text'}")
-    for number, message in enumerate(chat):  # a template may drop other media, or write them as placeholders
-        for place, part in enumerate(_parts(message) or () if message["role"] in _ROLES else ()):
-            if isinstance(part, Mapping) and (
-                    media := [word for word in _MEDIA if word == part.get("type") or part.get(word) is not None]):
-                raise ValueError(f"messages[{number}]['content'][{place}]: a part of type {media[0]!r}, {_EXPECTED}: a "
-                                 "model generates from text alone here")
+    if _has_images(chat, reads_images(tokenizer)):
+        return list(chat)
     given = {_group(message) for message in chat if _parts(message) is not None}
     if not given:
         return list(chat)
@@ -214,6 +220,23 @@ def readable_chat(chat: Any, tokenizer: Any, keywords: Mapping[str, Any]) -> lis
     if wrong is not None:
         raise type(wrong)(f"{wrong}; with the parts as given, the chat template fails: {fault}") from fault
     return found  # with all joined: applying the template says what is wrong
+
+
+def _has_images(chat: Sequence[Mapping[str, Any]], are_read: bool) -> bool:
+    """Return whether parts of a chat are images; raises ValueError for media that are not read, which a template may
+    drop, or write as placeholders."""
+    found = False
+    for number, message in enumerate(chat):
+        for place, part in enumerate(_parts(message) or () if message["role"] in _ROLES else ()):
+            media = [word for word in _MEDIA if word == part.get("type") or part.get(word) is not None] if isinstance(
+                part, Mapping) else []
+            if are_read and media and part.get("type") in _IMAGES and {*media} <= {*_IMAGES}:
+                found = True
+            elif media:
+                raise ValueError(f"messages[{number}]['content'][{place}]: a part of type {media[0]!r}, " + (
+                    _WITH_IMAGES if are_read else f"{_EXPECTED}: images need an image-text model and its processor as "
+                                                  "tokenizer, AutoProcessor.from_pretrained(...)"))
+    return found
 
 
 def _group(message: Mapping[str, Any]) -> str:
@@ -243,7 +266,7 @@ def _check_rendered(chat: list[dict[str, Any]], tokenizer: Any, keywords: Mappin
 
 
 def _rendered(chat: list[dict[str, Any]], tokenizer: Any, keywords: Mapping[str, Any]) -> str:
-    return _plain(tokenizer.apply_chat_template(chat, **keywords, tokenize=False))
+    return _plain(tokenizer.apply_chat_template(chat_for(tokenizer, chat), **keywords, tokenize=False))
 
 
 def _forms(parts: list[Any]) -> set[str]:

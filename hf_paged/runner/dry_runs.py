@@ -40,6 +40,8 @@ def dry_runs(steps: PaddedSteps, most_rows: int, most_tokens: int = 0, *,
             yield partial(steps.run_padding_tokens, num_tokens)
         if not at:
             yield from _of_other_kinds(steps, decode_sizes, prompt_sizes)
+            if most_tokens:
+                yield from _packed(steps)
     if steps.state.adapters.num_names > 1:
         yield from _with_names(steps, decode_sizes, prompt_sizes)
     if optional:
@@ -73,6 +75,13 @@ def _of_other_kinds(steps: PaddedSteps, decode_sizes: list[int],
             yield partial(steps.run_padding_tokens, size, shared=True)
     if steps.state.sharded is not None:  # ranks deal rows with filters among each other, and agree on other rows
         yield partial(steps.run_padding_rows, _FEW_ROWS, stages=frozenset({FILTERS}))
+
+
+def _packed(steps: PaddedSteps) -> Iterator[Callable[[], object]]:
+    """Yield packed prompts of models with states: they are not cut to fit few sizes, and a long one first."""
+    for size in steps.packed_sizes[-1:]:
+        yield from (partial(steps.run_packed_padding, size, long=long) for long in (False, True))
+    yield from (partial(steps.run_packed_padding, size) for size in steps.packed_sizes[:-1])
 
 
 def _with_names(steps: PaddedSteps, decode_sizes: list[int],

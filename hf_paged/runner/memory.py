@@ -217,9 +217,9 @@ def largest_step(executor: ModelExecutor, spec: KVSpec, config: PagedConfig,
                   max_model_len: int) -> Callable[[], object]:
     """Return a function that runs the largest step on a temporary pool and waits for its end.
 
-    Of a model with states, whose prompts run one by one, it is one prompt.
+    Of a model with states whose prompts run one by one, it is one prompt.
     """
-    prompts = 1 if executor.has_states else config.max_num_seqs
+    prompts = 1 if executor.has_states and not executor.packs_prompts else config.max_num_seqs
     length = max(1, min(config.max_num_batched_tokens // prompts, max_model_len - 1))
     num_blocks = config.max_num_seqs * -(-(length + 1) // config.block_size) + 1
     scheduler = Scheduler(SchedulerConfig(

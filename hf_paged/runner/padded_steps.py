@@ -17,6 +17,7 @@ from hf_paged.attention.plan_decode import GroupedPlan
 from hf_paged.attention.plan_prompts import padded
 from hf_paged.device.cuda import upload
 from hf_paged.kernels.attention.decode import padded_rows
+from hf_paged.kernels.attention.prefill import FULL_TILE
 from hf_paged.kernels.attention.types import (
     DecodeWork,
     GroupedWork,
@@ -93,6 +94,7 @@ class PaddedSteps:
         num_slots: Slots of the state, at the last `use_slots`.
         decode_sizes: Padded numbers of decode rows, ascending.
         prompt_sizes: Padded numbers of prompt tokens, ascending.
+        packed_sizes: Lengths of packed prompts of models with states, ascending.
     """
 
     def __init__(self, executor: ModelExecutor, kv_cache: KVCache, state: RequestState, attention: AttentionInputs,
@@ -100,9 +102,11 @@ class PaddedSteps:
         self._executor, self._cache, self.state, self.attention = executor, kv_cache, state, attention
         self._device = kv_cache.spec.device
         self._num_parameters = sum(p.numel() for p in executor.model.parameters())
-        # Prompts of models with states run one by one.
+        # Prompts of models with states run without graphs.
         sizes = [] if executor.has_states else prompt_sizes(self._num_parameters, max_num_batched_tokens)
         self.prompt_sizes = np.array(sizes or [0])
+        # Lengths of packed prompts; between two of them there are no other kernels, nor beyond.
+        self.packed_sizes = [1 << i for i in range(FULL_TILE.bit_length())] if executor.packs_prompts else []
         self.use_slots()
 
     def use_slots(self) -> None:
@@ -177,6 +181,18 @@ class PaddedSteps:
         shape = StepShape("prompts", tokens=size, prompts=prompts, named=named, long=long, tiles=tiles)
         self.run(shape, *self._sent(arrays))
 
+    def run_packed_padding(self, size: int, *, long: bool = False) -> None:
+        """Compute prompts that are all padding as `RecurrentRunner` computes packed ones, which no graph holds.
+
+        ``size``: of the longest of them; ``long`` as in `AttentionInputs.is_long`.
+        """
+        tokens, rows = self._sent(self._padding_tokens(size, 1))
+        inputs = self.state.inputs(*tokens)
+        starts, slots, seq_lens = rows[:3].to(torch.int32)
+        meta = self.attention.prompts(starts, seq_lens[:-1], slots[:-1], inputs.slot_mapping, long=long)
+        parts = [(0, size, meta._replace(max_query_len=size))]
+        self._executor.hidden_states(inputs.ids, self._step(inputs.positions, inputs.slot_mapping, parts, None))
+
     def padding_of(self, shape: StepShape) -> tuple[np.ndarray, ...] | None:
         """Return the arrays of a step of this shape that has no real row; None if it reads the logits of another step,
         or if no step of this engine has the shape."""
@@ -223,9 +239,7 @@ class PaddedSteps:
     def _padding_prompts(self, size: int, prompts: int, *,
                          shared: bool = False) -> tuple[tuple[np.ndarray, ...], GroupedTiles | None]:
         """Return `prompt_inputs` without a real prompt; ``shared`` as in `_padding_inputs`."""
-        tokens, rows = np.empty((3, size), dtype=np.int64), np.zeros((6, prompts + 1), dtype=np.int64)
-        tokens[0], tokens[1], tokens[2] = self.state.padding_slot, -1, 0
-        rows[1] = rows[4] = self.state.padding_slot
+        tokens, rows = self._padding_tokens(size, prompts)
         if shared and (work := self.attention.plan_of_prompts_in_a_group(rows[1, :-1], size)) is not None:
             assert work.own_begin is not None
             return ((tokens, rows, work.items, work.rows, work.own_begin),
@@ -233,6 +247,12 @@ class PaddedSteps:
         plain = self.attention.plain_plan(rows[2, :-1], rows[1, :-1])
         assert plain is not None, "a backend that runs in graphs plans"
         return (tokens, rows, plain), None
+
+    def _padding_tokens(self, size: int, prompts: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens, rows = np.empty((3, size), dtype=np.int64), np.zeros((6, prompts + 1), dtype=np.int64)
+        tokens[0], tokens[1], tokens[2] = self.state.padding_slot, -1, 0
+        rows[1] = rows[4] = self.state.padding_slot
+        return tokens, rows
 
     def _padding_rows(self, size: int) -> np.ndarray:
         rows = np.empty((2, size), dtype=np.int64)

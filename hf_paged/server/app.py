@@ -20,6 +20,7 @@ from transformers.cli.serving.utils import get_response_template
 from hf_paged.integration.enabled import ENGINES
 from hf_paged.observe.registry import metrics_of
 from hf_paged.optional import lacking
+from hf_paged.options.processors import Prompt
 from hf_paged.server.choices import is_parsed
 from hf_paged.server.completions import Answer, ChatAnswer, TextAnswer
 from hf_paged.server.errors import (
@@ -32,7 +33,7 @@ from hf_paged.server.errors import (
 )
 from hf_paged.server.generation import Generation
 from hf_paged.server.lifetime import EndsWithItsClient, OpenAnswers
-from hf_paged.server.prompts import Prompt, chat_prompt, check_tokens, text_prompt
+from hf_paged.server.prompts import chat_prompt, check_tokens, text_prompt
 from hf_paged.server.protocol import (
     B,
     ChatBody,

@@ -18,20 +18,22 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.features.grammars import BARRED
 from hf_paged.engine.features.stop_rules import TextStopRule, deadline_after
 from hf_paged.engine.text import StopPolicy, cut
-from hf_paged.errors import EngineClosedError, UnsupportedOptionError
+from hf_paged.errors import EngineClosedError, Reason, UnsupportedOptionError
 from hf_paged.integration.adapters import each_under
 from hf_paged.integration.continuous_batching.requests import batching_config, spec_in_room
 from hf_paged.integration.paths import CALL_SALT, within
 from hf_paged.integration.recognise.criteria import CallEndedError, EndOfCall
+from hf_paged.integration.recognise.images import fed_prompt, on_device
 from hf_paged.integration.recognise.structured import NO_FORM, Form
+from hf_paged.models.images.fed_prompt import FedPrompt
 from hf_paged.options.arguments import merge_config
+from hf_paged.options.processors import Prompt
 from hf_paged.options.request_spec import RequestSpec, changed
 from hf_paged.options.settings import request_spec
 from hf_paged.outputs import Completion, StepOutput
 from hf_paged.sampling.sampler import derive_seed
-from hf_paged.server.errors import EngineDeadError, FailedRequestError, RefusedRequestError, settings_error
+from hf_paged.server.errors import EngineDeadError, FailedRequestError, RefusedRequestError, blaming, settings_error
 from hf_paged.server.lifetime import Exchange
-from hf_paged.server.prompts import Prompt
 from hf_paged.server.protocol import RequestBody
 from hf_paged.server.served_model import ServedModel
 
@@ -80,7 +82,11 @@ class Generation:
         reason: Exception | str = "hf_paged does not run this model"
         if (engine := self.served.engine) is not None:
             try:
-                requests = await asyncio.to_thread(self._requests, engine)
+                requests = await (asyncio.get_running_loop().run_in_executor(
+                    self.served.towers, self._requests, engine) if self.prompt.inputs else asyncio.to_thread(
+                    self._requests, engine))
+            except RefusedRequestError:
+                raise
             except (ValueError, TypeError) as error:
                 reason = error
             else:
@@ -114,8 +120,6 @@ class Generation:
 
     def _requests(self, engine: Engine) -> list[RequestSpec]:
         """Return the requests of the choices; raises an exception of any kind if the engine does not run them."""
-        if self.prompt.inputs:
-            raise UnsupportedOptionError(f"{', '.join(self.prompt.inputs)}: inputs besides text")
         engine.check_runnable()
         model, prompt = engine.model, engine.check_prompt(self.prompt.ids)
         # One sequence a request: each choice is a request of its own.
@@ -126,10 +130,26 @@ class Generation:
         spec, _ = spec_in_room(engine, config, prompt, options, LEAST_ROOM, adapter_name=adapter,
                                cache_salt=self.exchange.cache_salt, structured=self.form.structured,
                                grammar=self.form.grammar)
+        spec = spec.but(fed=self._fed(engine, spec))
         return [spec.but(seed=self.seed_of(index),
                          stop=None if not spec.stop_strings else TextStopRule(
                              spec.stop_strings, self.served.tokenizer, deadline_after(spec.max_time)))
                 for index in range(self.count)]
+
+    def _fed(self, engine: Engine, spec: RequestSpec) -> FedPrompt | None:
+        """Return what the model is fed of the prompt's images.
+
+        Raises:
+            UnsupportedOptionError: the engine does not run them.
+            RefusedRequestError: the model's own code does not.
+        """
+        if not self.prompt.inputs:
+            return None
+        with blaming("messages: expected images that the model takes"):
+            fed = fed_prompt(engine, spec.prompt, self.prompt.inputs, spec.max_new_tokens, spec.adapter_name)
+        if isinstance(fed, Reason):
+            raise UnsupportedOptionError(fed.with_remedy)
+        return fed
 
     # -- by `model.generate` ------------------------------------------------------------------------------------------
 
@@ -239,8 +259,7 @@ class _StockCall:
     def _inputs(self) -> dict[str, Any]:
         of, model = self._of, self._of.served.model
         ids = torch.tensor([of.prompt.ids], dtype=torch.int64, device=model.device)
-        others = {name: value.to(model.device) if isinstance(value, torch.Tensor) else value
-                  for name, value in of.prompt.inputs.items()}
+        others = on_device(model, of.prompt.inputs)
         if hasattr(model, "has_talker"):  # a model that also speaks
             others["generation_mode"] = "text"
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **others}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import torch
 from transformers import processing_utils
 
 from hf_paged.options.chat_keywords import check_read, template_parameters
+from hf_paged.options.processors import Prompt, render
 from hf_paged.server.errors import RefusedRequestError, blaming
+from hf_paged.server.images import ImageReader
 from hf_paged.server.protocol import (
     EXPECTED_INPUT,
     EXPECTED_MESSAGES,
@@ -33,14 +33,7 @@ _SETTABLE: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_length": ("an integer of at least 1, and truncation as true with it",
                    lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0),
 }
-_NUM_FRAMES = 32  # of a video, as transformers' server has it: some processors load all frames otherwise
 
-
-class Prompt(NamedTuple):
-    """A prompt as token ids, and the other inputs that a processor made of it (pixels of images, for example)."""
-
-    ids: list[int]
-    inputs: Mapping[str, Any] = MappingProxyType({})
 
 
 def text_prompt(served: ServedModel, text: str | list[int]) -> Prompt:
@@ -61,21 +54,14 @@ def chat_prompt(served: ServedModel, body: ChatBody | ResponsesBody) -> Prompt:
     is_chat = isinstance(body, ChatBody)
     with blaming(f"messages: {EXPECTED_MESSAGES}" if is_chat else f"input: {EXPECTED_INPUT}"):
         given = body.messages if isinstance(body, ChatBody) else _messages_of_input(body)
-        messages = [_message(message, served.modalities) for message in given]
+        images = ImageReader(served.image_limits)
+        messages = [_message(message, served.modalities, images) for message in given]
     check_for_model(served, body)
-    keywords = {**served.template_keywords, **body.template_keywords, **_effort(body)}
-    if any(part.get("type") == "video" for message in messages if isinstance(message["content"], list)
-           for part in message["content"]):
-        keywords = {"num_frames": _NUM_FRAMES, **keywords}
-    is_processor = isinstance(served.processor, processing_utils.ProcessorMixin)
+    keywords = {"add_generation_prompt": True, "tools": body.callable_tools or None, **served.template_keywords,
+                **body.template_keywords, **_effort(body)}
     fields = "messages" if is_chat else "input"
     with blaming(f"{fields}, tools, chat_template_kwargs: expected what the model's chat template can render"):
-        made = dict(served.processor.apply_chat_template(
-            messages, add_generation_prompt=True, tools=body.callable_tools or None, tokenize=True, return_dict=True,
-            return_tensors="pt" if is_processor else None, **keywords))
-    ids = made.pop("input_ids")
-    made.pop("attention_mask", None)
-    return _checked(served, Prompt(ids[0].tolist() if isinstance(ids, torch.Tensor) else list(ids), made))
+        return _checked(served, render(served.processor, messages, keywords))
 
 
 def _checked(served: ServedModel, prompt: Prompt) -> Prompt:
@@ -131,7 +117,7 @@ def _messages_of_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _message(message: dict[str, Any], modalities: frozenset[str]) -> dict[str, Any]:
+def _message(message: dict[str, Any], modalities: frozenset[str], images: ImageReader) -> dict[str, Any]:
     """Return a message as chat templates read it; without modalities besides text, its content is one text."""
     if not isinstance(message["role"], str):
         raise TypeError("role: expected a string")
@@ -142,7 +128,7 @@ def _message(message: dict[str, Any], modalities: frozenset[str]) -> dict[str, A
         made["tool_calls"] = [_call(call) for call in calls]
         content = []  # empty, or the calls as the model wrote them, which the template writes anew
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else [
-        _part(part, modalities) for part in content]
+        _part(part, modalities, images) for part in content]
     text = " ".join([part["text"] for part in parts if part["type"] == "text"])
     return {"role": message["role"], "content": parts if modalities else text, **made}
 
@@ -159,11 +145,10 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 # The kind of part that a processor reads by the type of a part in a body, and the field that holds it.
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _PARTS = {"image_url": ("image", "image_url"), "input_image": ("image", "image_url"),
-          "video_url": ("video", "video_url"), "audio_url": ("audio", "audio_url"),
-          "input_audio": ("audio", "input_audio")}
+          "audio_url": ("audio", "audio_url"), "input_audio": ("audio", "input_audio")}
 
 
-def _part(part: dict[str, Any], modalities: frozenset[str]) -> dict[str, Any]:
+def _part(part: dict[str, Any], modalities: frozenset[str], images: ImageReader) -> dict[str, Any]:
     """Return a part of a message as processors read it."""
     kind = part["type"]
     if kind in _TEXT_PARTS:
@@ -176,9 +161,15 @@ def _part(part: dict[str, Any], modalities: frozenset[str]) -> dict[str, Any]:
                                   f"{', '.join(sorted({*_TEXT_PARTS, *known}))}")
     modality, field = _PARTS[kind]
     value = part[field]
-    if isinstance(value, dict) and "data" in value:  # audio as base64
-        value = f"data:audio/{value['format']};base64,{value['data']}" if value.get("format") else value["data"]
-    return {"type": modality, "url": value["url"] if isinstance(value, dict) else value}
+    if modality == "image":
+        url, beside = (value["url"], value) if isinstance(value, dict) else (value, part)
+        return {"type": "image", "image": images.read(url, beside.get("detail"))}
+    if isinstance(value, dict):
+        value = value["url"] if "url" in value else f"data:audio/{value.get('format', 'wav')};base64,{value['data']}"
+    if not isinstance(value, str) or not value.startswith("data:audio/"):
+        raise RefusedRequestError(f"messages: {value!r:.80} as audio, expected a data URL (data:audio/wav;base64,...): "
+                                  "the server fetches no URLs and reads no files")
+    return {"type": "audio", "url": value}
 
 
 # -- the model and its template ---------------------------------------------------------------------------------------
@@ -202,7 +193,6 @@ def check_for_model(served: ServedModel, body: ConversationBody) -> None:
     if body.callable_tools:
         fields["tools"] = body.callable_tools
     processor = served.processor
-    tokenizer = processor if hasattr(processor, "get_chat_template") else served.tokenizer
     settable = {*_SETTABLE} & template_parameters(processor)
     for name in settable & given.keys():
         value, (expected, is_right) = given[name], _SETTABLE[name]
@@ -210,7 +200,7 @@ def check_for_model(served: ServedModel, body: ConversationBody) -> None:
             raise RefusedRequestError(f"chat_template_kwargs: {name}={value!r:.200}, expected {expected}")
     for keywords, others in ((given, fields), (fields, given)):
         try:
-            check_read(keywords, tokenizer, others={**served.template_keywords, **others},
+            check_read(keywords, processor, others={**served.template_keywords, **others},
                        parameters=settable | _of_processor(processor))
         except ValueError as error:
             raise RefusedRequestError(f"{'chat_template_kwargs: ' if keywords is given else ''}{error}") from error

@@ -25,6 +25,7 @@ from hf_paged.integration.enable import disable, enable_with_engine, get_engine,
 from hf_paged.options.request_spec import RequestSpec
 from hf_paged.parallel.checkpoint import check_place
 from hf_paged.server.errors import EngineDeadError, refusal
+from hf_paged.server.images import ImageLimits
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +42,21 @@ class ServedModel:
         names: the names by which requests name the model; the first is that of answers.
         config: the settings of the engine; with ``strict`` a model that is not supported raises UnsupportedModelError.
         template_keywords: keywords of the chat template for each chat, which those of a body override.
+        image_limits: of each request.
 
     Attributes:
         why_not_ready: why requests would wait long now, or None.
         stock: the thread in which `model.generate` runs.
         reader: the thread that reads prompts, whose length must not stop the event loop; only one, since a call with
             truncation changes the tokenizer while it runs.
+        towers: the thread in which images run through the model's tower; only one, since a tower may take much memory.
     """
 
     def __init__(self, model: Any, processor: Any, names: list[str], config: PagedConfig | None = None,
-                 template_keywords: Mapping[str, Any] | None = None) -> None:
+                 template_keywords: Mapping[str, Any] | None = None,
+                 image_limits: ImageLimits | None = None) -> None:
         self.model, self.processor, self.names = model, processor, names
+        self.image_limits = image_limits or ImageLimits()
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.template_keywords = dict(template_keywords or {})
@@ -74,6 +79,7 @@ class ServedModel:
             self.thread.start()
         self.stock = ThreadPoolExecutor(1, "hf_paged stock generate")
         self.reader = ThreadPoolExecutor(1, "hf_paged prompts")
+        self.towers = ThreadPoolExecutor(1, "hf_paged images")
 
     @property
     def is_alive(self) -> bool:
@@ -98,8 +104,8 @@ class ServedModel:
 
     @property
     def modalities(self) -> frozenset[str]:
-        """What the processor reads besides text: "image", "video", "audio"."""
-        found = {"image", "video"} if hasattr(self.processor, "image_processor") else set()
+        """What the processor reads besides text: "image", "audio"."""
+        found = {"image"} if hasattr(self.processor, "image_processor") and self.image_limits.images else set()
         return frozenset(found | ({"audio"} if hasattr(self.processor, "feature_extractor") else set()))
 
     def adapter_of(self, name: str | None) -> str | None:
@@ -150,6 +156,7 @@ class ServedModel:
         """End the threads, and disable the model."""
         self.stock.shutdown(wait=False, cancel_futures=True)
         self.reader.shutdown(wait=False, cancel_futures=True)
+        self.towers.shutdown(wait=False, cancel_futures=True)
         if self.engine is not None:
             self.thread.stop(now=True)
             self.thread.join(_PARTING_S)

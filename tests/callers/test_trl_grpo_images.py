@@ -9,57 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from family_models import SHAPE, make_random
-from image_models import MODELS
-from support import byte_tokenizer
-from transformers import PreTrainedModel, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+from image_processors import model_of, pil, processor
+from transformers import PreTrainedModel
 
 import hf_paged
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl", reason="an extra of the test environment")
-pil = pytest.importorskip("PIL.Image")
-image_processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
 
 pytestmark = [pytest.mark.usefixtures("no_accelerator_left"), pytest.mark.slow]
 STEPS, GROUP, NEW_TOKENS = 3, 3, 8
-MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}")
-
-
-class Processor(Qwen2_5_VLProcessor):
-    """Without videos, whose processor needs torchvision."""
-
-    @classmethod
-    def get_attributes(cls) -> list[str]:
-        return ["image_processor", "tokenizer"]
-
-    def __init__(self, image_processor: Any = None, tokenizer: Any = None, **kwargs: Any) -> None:
-        super().__init__(image_processor, tokenizer, None, **kwargs)
-
-
-def processor() -> Processor:
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS), "eos_token": "<|end|>"})
-    images = image_processing.Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 256})
-    return Processor(images, tokenizer, chat_template=TEMPLATE)
-
-
-def model_of(made: Processor) -> PreTrainedModel:
-    image, video, start, end = made.tokenizer.convert_tokens_to_ids(list(MARKS))
-    _, text, tower, _ = MODELS["qwen2.5-vl"]
-    config = Qwen2_5_VLConfig(
-        text_config=SHAPE | text | {"vocab_size": len(made.tokenizer)}, vision_config=tower, image_token_id=image,
-        video_token_id=video, vision_start_token_id=start, vision_end_token_id=end, tie_word_embeddings=False)
-    model: Any = make_random(Qwen2_5_VLForConditionalGeneration, config)
-    with torch.no_grad():
-        for weight in model.model.visual.parameters():
-            weight.mul_(4)
-    return model
+QWEN = "qwen2.5-vl"
 
 
 class Run(NamedTuple):
@@ -87,8 +47,8 @@ def train(model: PreTrainedModel, folder: Any, *, bf16: bool) -> Run:
         generation_kwargs={"do_sample": False})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = trl.GRPOTrainer(model=model, reward_funcs=distinct_tokens, args=args, processing_class=processor(),
-                                  train_dataset=datasets.Dataset.from_list(rows))
+        trainer = trl.GRPOTrainer(model=model, reward_funcs=distinct_tokens, args=args,
+                                  processing_class=processor(QWEN), train_dataset=datasets.Dataset.from_list(rows))
         trainer.train()
     fallbacks = [str(one.message) for one in caught if issubclass(one.category, hf_paged.FallbackWarning)]
     return Run(completions, trainer.accelerator.unwrap_model(trainer.model), trainer.state.log_history, fallbacks)
@@ -97,7 +57,7 @@ def train(model: PreTrainedModel, folder: Any, *, bf16: bool) -> Run:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_training_with_images_is_stocks(tmp_path, bf16):
     """Also under autocast, which accelerate puts around the model's forward."""
-    model = model_of(processor())
+    model = model_of(processor(QWEN), QWEN)
     stock = train(copy.deepcopy(model), tmp_path / "stock", bf16=bf16)
     hf_paged.enable(model)
     ours = train(model, tmp_path / "ours", bf16=bf16)

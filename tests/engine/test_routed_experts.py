@@ -72,7 +72,7 @@ def test_routes_are_those_of_stocks_routers(name):
 def test_routes_of_kernels(monkeypatch, name):
     """The references of the kernels choose the experts; steps of many tokens run modules."""
     monkeypatch.setattr(experts, "why_not_on", lambda device: None)
-    monkeypatch.setattr(experts, "MOST_ROWS", 20)
+    monkeypatch.setattr(experts, "MAX_ROWS", 20)
     model = model_of(name, torch.bfloat16 if name == "qwen3-moe" else torch.float16)
     expected = [one.routed_experts for one in run(model, random_prompts([33, 4]), fused_experts=False)[1]]
     found = [one.routed_experts for one in run(model, random_prompts([33, 4]))[1]]

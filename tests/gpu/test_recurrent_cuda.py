@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 import hf_paged
 from hf_paged import PagedGenerator
+from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
 
 pytestmark = [pytest.mark.gpu, with_idiom]
 NEW = 16
@@ -119,6 +120,32 @@ def test_requests_that_come_one_after_another(name):
         for output in engine.step():
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
     assert list(tokens.values()) == greedy(model, prompts)
+
+
+@pytest.mark.parametrize("budget", [100, 4096])
+@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3Next"])
+def test_packed_prompts_in_chunks_and_behind_cached_beginnings(name, budget, monkeypatch):
+    """The prompts of a step in one forward, and states of no other row; NaN in all slots before."""
+    rows, hidden_states = [], RecurrentExecutor.hidden_states
+
+    def watched(self, input_ids, step):
+        rows.append((len(step.parts[0][2].slots), len(input_ids)))
+        return hidden_states(self, input_ids, step)
+
+    monkeypatch.setattr(RecurrentExecutor, "hidden_states", watched)
+    prompts = random_prompts([70, 130, 1, 64, 17, 300, 2, 65])
+    with PagedGenerator(on_gpu(name), strict=True, max_num_seqs=8, max_num_batched_tokens=budget) as generator:
+        generator.generate([[1]], GREEDY, use_tqdm=False)
+        for tensor in generator.engine._core.runner.cache.states._tensors.values():
+            tensor.fill_(float("nan"))
+        expected, longer = greedy(generator.engine.model, prompts), [prompt + [7, 8, 9, 10] for prompt in prompts]
+        made = generator.generate(prompts, GREEDY, use_tqdm=False)
+        assert [one.token_ids for one in made] == expected
+        made = generator.generate(longer, GREEDY, use_tqdm=False)
+        assert [one.token_ids for one in made] == greedy(generator.engine.model, longer)
+        assert sum(one.num_cached_tokens for one in made) > 500
+    most = max(rows, key=lambda row: row[1] if row[1] > row[0] else 0)
+    assert most == ((8, sum(map(len, prompts)) - 7) if budget == 4096 else most) and most[0] > 1
 
 
 @pytest.mark.parametrize("name", ["Lfm2", "NemotronH", "Qwen3_5"])

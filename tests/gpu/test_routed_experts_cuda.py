@@ -14,7 +14,8 @@ from hf_paged import PagedConfig
 from hf_paged.models.routing.record import routers_of
 
 pytestmark = pytest.mark.gpu
-SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64}
+SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64,
+         "max_position_embeddings": 1024}
 GREEDY = GenerationConfig(max_new_tokens=40, do_sample=False)
 
 
@@ -47,9 +48,10 @@ def run(engine, prompts):
     ("gpt-oss", torch.float16)])
 def test_routes_are_those_of_stocks_routers(name, dtype, settings):
     """But for near ties, which a step may round otherwise; the pool grows meanwhile, and graphs are captured again."""
-    model = family_model(name, **SHAPE).cuda().to(dtype)
+    model = family_model(name, **SHAPE).to(dtype)
     if name != "qwen3-moe":
         outlined(model)
+    model.cuda()
     engine = hf_paged.Engine(model, PagedConfig(routed_experts=True, **settings))
     prompts = random_prompts([33, 4, 300, 700] * 12)
     completions = run(engine, prompts)

@@ -1,10 +1,11 @@
 """On a GPU: the kernels of gated delta nets and Mamba-2 beside their references, at sizes of models, and engines that
-run decode steps by them."""
+run decode steps and prompts by them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from packed_cases import assert_as_near, computed, mixed_of, packed, same
 from recurrent_models import outlined, recurrent_model, with_idiom
 from support import assert_native_parity, batch, stock_generate
 
@@ -17,7 +18,10 @@ from hf_paged.kernels.recurrent.delta_net import (
     delta_net_reference,
     delta_net_triton,
 )
+from hf_paged.kernels.recurrent.gated_rms_norm import gated_rms_norm_reference, gated_rms_norm_triton
 from hf_paged.kernels.recurrent.mamba2 import MAX_GROUPS, Mamba2Weights, mamba2_reference, mamba2_triton
+from hf_paged.kernels.recurrent.packed_convolution import packed_convolution_reference, packed_convolution_triton
+from hf_paged.kernels.recurrent.packed_delta_rule import packed_delta_rule_triton
 from hf_paged.models.recurrent import delta_net as delta_net_layers
 from hf_paged.models.recurrent import mamba2 as mamba2_layers
 
@@ -124,10 +128,52 @@ def test_many_tokens_one_after_another():
     torch.testing.assert_close(found.recurrent, expected.recurrent, rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_packed_prompts_are_convolved_and_normed_as_by_the_references(size, dtype):
+    case = packed(dtype, **of_size(size))
+    expected, found = case.conv.clone(), case.conv.clone()
+    known = packed_convolution_reference(case.parts, case.weight, None, expected, case.rows)
+    made = packed_convolution_triton(case.parts, case.weight, None, found, case.rows)
+    bound = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(made, known, rtol=bound, atol=bound)
+    assert same(found, expected) and same(found[case.others], case.conv[case.others])
+    given = torch.randn_like(case.gate).flatten(1, 2), case.gate, case.weight.flatten()[: size[3]].contiguous(), 1e-6
+    torch.testing.assert_close(gated_rms_norm_triton(*given), gated_rms_norm_reference(*given), rtol=bound, atol=bound)
+
+
+def of_size(size):
+    return dict(zip(("heads", "group", "key_dim", "value_dim"), size, strict=True), device="cuda")
+
+
+@pytest.mark.parametrize("options", [{}, {"block": 16}, {"block": 64, "num_warps": 8}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [*SIZES, (2, 1, 256, 64)])
+def test_packed_prompts_are_as_near_to_float64_as_the_reference(size, dtype, options):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    case = packed(dtype, **of_size(size))
+    mixed = mixed_of(case)
+    made, states = computed(packed_delta_rule_triton, case, mixed, **options)
+    # Factors of 16 bits, of inputs of 8.
+    assert_as_near(case, mixed, made, states, least=torch.finfo(dtype).eps / 256 if dtype == torch.bfloat16 else 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_prompts_whose_states_hardly_decay(dtype):
+    """And keys that are all alike for a while."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    case = packed(dtype, counts=(3000, 64), earlier=(1, 0), heads=4, group=2, key_dim=128, value_dim=128, device="cuda")
+    case.gates.dt_bias.fill_(-7.0)
+    mixed = mixed_of(case)
+    mixed[500:700, 512:1024] = mixed[500:501, 512:1024]
+    made, states = computed(packed_delta_rule_triton, case, mixed)
+    assert_as_near(case, mixed, made, states, times=4.0, least=torch.finfo(dtype).eps / 64)
+
+
 @with_idiom
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3Next", "Qwen3_5Moe", "Mamba2", "NemotronH", "Bamba"])
-def test_engines_decode_by_them(name, enforce_eager, monkeypatch):
+def test_engines_run_by_them(name, enforce_eager, monkeypatch):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     seen = []
 
@@ -136,6 +182,7 @@ def test_engines_decode_by_them(name, enforce_eager, monkeypatch):
         monkeypatch.setattr(module, op, lambda *args: (seen.append(op), own(*args))[1])
 
     watch(delta_net_layers, "delta_net_unchecked")
+    watch(delta_net_layers, "packed_delta_rule_unchecked")
     watch(mamba2_layers, "mamba2_unchecked")
     settings = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 256}
     if name.startswith("Qwen"):
@@ -150,4 +197,5 @@ def test_engines_decode_by_them(name, enforce_eager, monkeypatch):
     expected = stock_generate(model, **inputs, max_new_tokens=24)
     for _ in range(2):
         assert_native_parity(model, expected, **inputs, max_new_tokens=24)
-    assert seen and hf_paged.get_engine(model)._executor.why_not_kernels(model.device) is None
+    assert len(set(seen)) == (2 if name.startswith("Qwen") else 1)
+    assert hf_paged.get_engine(model)._executor.why_not_kernels(model.device) is None

@@ -10,26 +10,14 @@ import torch
 import torch.nn.functional as F
 from derived_models import CLASSES, derived_model
 from exactness import assert_equal
+from expert_blocks import CONFIGS, block_of, parts_of, router_of, rows_of
 from family_models import family_model
+from lora_models import randomize, with_expert_adapter
 from outlines import outlined
 from support import assert_same_tensor, batch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    GenerationConfig,
-    Glm4MoeConfig,
-    GptOssConfig,
-    GraniteMoeConfig,
-    MiniMaxM2Config,
-    MixtralConfig,
-    OlmoeConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-)
+from transformers import GenerationConfig
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
-from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 from transformers.utils import output_capturing
 
 import hf_paged
@@ -42,67 +30,10 @@ from hf_paged.models.experts import ExpertsParts, apply_experts, new_arrivals, r
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.layers import shard_experts
 
-SHAPE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 48,
-         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-         "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None, "num_experts_per_tok": 3}
-GROUPED = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 0, "routed_scaling_factor": 1.5}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-          "num_key_value_heads": 2}
-CONFIGS = {
-    "qwen3-moe": (Qwen3MoeConfig, {"num_experts": 16, "norm_topk_prob": True}),
-    "qwen3-moe without norm": (Qwen3MoeConfig, {"num_experts": 16, "norm_topk_prob": False}),
-    "olmoe": (OlmoeConfig, {"num_experts": 16}),
-    "mixtral": (MixtralConfig, {"num_local_experts": 12}),
-    "gpt-oss": (GptOssConfig, {"num_local_experts": 16}),
-    "glm4-moe": (Glm4MoeConfig, {"n_routed_experts": 16} | GROUPED),
-    "deepseek-v3": (DeepseekV3Config, {"n_routed_experts": 16} | GROUPED | LATENT),
-    "minimax-m2": (MiniMaxM2Config, {"num_local_experts": 16}),
-    "qwen2-moe": (Qwen2MoeConfig, {"num_experts": 16, "shared_expert_intermediate_size": 32}),
-    "qwen3.5-moe": (Qwen3_5MoeTextConfig, {"num_experts": 16, "shared_expert_intermediate_size": 32}),
-    "granite-moe": (GraniteMoeConfig, {"num_local_experts": 16}),
-}
 OTHER_GRANITE = pytest.mark.skipif(known_code(GraniteMoeTopKRouter.forward, ROUTERS) is None,
                                    reason="the router of an older transformers has other code")
 CASES = [pytest.param(name, marks=OTHER_GRANITE) if name == "granite-moe" else name for name in CONFIGS]
 ALONE = ["qwen3-moe", "qwen3-moe without norm", "olmoe", "mixtral"]
-
-
-def block_of(name, dtype=torch.bfloat16, ties=False):
-    """A block of random weights; ``ties``: of which two experts are alike each."""
-    kind, settings = CONFIGS[name]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        config = kind(**(SHAPE | settings))
-        if name == "qwen3.5-moe":
-            block = Qwen3_5MoeSparseMoeBlock(config).eval()
-            config._experts_implementation = "grouped_mm"
-        else:
-            model = AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
-            layer = model.eval().model.layers[0]
-            block = layer.block_sparse_moe if name == "granite-moe" else layer.mlp
-        with torch.no_grad():
-            for parameter in block.parameters():
-                parameter.normal_(0.0, 0.3)
-            for buffer in block.buffers():
-                buffer.uniform_(0.0, 0.5)
-            for tensor in (*router_of(block).parameters(), *block.buffers(), *block.experts.parameters()):
-                if ties:
-                    tensor.copy_(tensor[torch.arange(len(tensor)) // 2 * 2])
-    for parameter in block.parameters():  # the correction stays float32, as `from_pretrained` has it
-        parameter.data = parameter.data.to(dtype)
-    return block
-
-
-def router_of(block):
-    return getattr(block, "gate", None) or block.router
-
-
-def rows_of(count, dtype=torch.bfloat16):
-    return torch.randn(count, 64, generator=torch.Generator().manual_seed(count)).to(dtype)
-
-
-def parts_of(block, dtype=torch.bfloat16, **options):
-    return read_experts(block, "batched_mm", dtype, new_arrivals(torch.device("cpu")), **options)
 
 
 def result_of(block, hidden):
@@ -248,8 +179,11 @@ def test_a_ranks_part_of_every_expert(rank):
     assert_equal(found, block(hidden[None])[0])
 
 
-def test_more_rows_than_the_kernels_take():
-    assert parts_of(block_of("qwen3-moe")).outputs(rows_of(257), None) is None
+def test_more_rows_than_the_kernels_take(monkeypatch):
+    monkeypatch.setattr(module, "MAX_ROWS", 300)
+    parts = parts_of(block_of("qwen3-moe"))
+    assert parts.outputs(rows_of(300), None) is not None
+    assert parts.outputs(rows_of(301), None) is None
 
 
 @torch.no_grad()
@@ -412,6 +346,26 @@ def test_a_model_of_modules_gives_stocks_tokens(on_a_cpu, name):
     hf_paged.disable(model)
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "gpt-oss"])
+def test_lora_on_experts_gives_stocks_tokens(on_a_cpu, name):
+    """Also under another adapter, and after one was trained: what was read of the first is of no use."""
+    model = family_model(name).to(torch.float16)
+    wrapped = with_expert_adapter(model if name == "qwen3-moe" else outlined(model), scale=0.3)
+    with_expert_adapter(wrapped, "second", 6, r=3, scale=0.3)
+    inputs, outputs = batch([33, 17, 4]), []
+    hf_paged.enable(wrapped, strict=True)
+    for change in (lambda: None, lambda: wrapped.set_adapter("second"), lambda: randomize(wrapped, "second", 9, 0.3)):
+        change()
+        count = len(on_a_cpu)
+        outputs.append(wrapped.generate(**inputs, max_new_tokens=10))
+        assert on_a_cpu[count:].count(3) >= 9 and 54 in on_a_cpu[count:]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "MAX_ROWS", 0)
+            assert_same_tensor(wrapped.generate(**inputs, max_new_tokens=10), outputs[-1])
+    assert not any(torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
+    hf_paged.disable(wrapped)
+
+
 def test_new_parameters_are_looked_up_for_a_call(on_a_cpu):
     """Old ones are not kept, whose memory is the model's size."""
     model = outlined(family_model("mixtral").to(torch.float16))
@@ -427,7 +381,7 @@ def test_new_parameters_are_looked_up_for_a_call(on_a_cpu):
 
 
 def test_a_step_of_many_tokens_runs_modules(on_a_cpu, monkeypatch):
-    monkeypatch.setattr(module, "MOST_ROWS", 20)
+    monkeypatch.setattr(module, "MAX_ROWS", 20)
     model = outlined(family_model("mixtral").to(torch.float16))
     hf_paged.enable(model, strict=True)
     model.generate(**batch([33, 17]), max_new_tokens=4)

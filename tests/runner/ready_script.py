@@ -124,7 +124,10 @@ def moe() -> dict[str, Any]:
     service, load = Service(qwen3_moe(), num_blocks=6000), workloads.uniform(64, 200, 16)
     found: dict[str, Any] = {"ready": service.get_ready()}
     names = ("first", "second", "third", "fourth")
-    return found | {name: service.serve(name, load.prompts, load.output_lengths) for name in names}
+    found |= {name: service.serve(name, load.prompts, load.output_lengths) for name in names}
+    lengths = [300 * 1.2 ** i for i in range(19)]  # of prompts, up to the largest step
+    alone = [service.serve(f"alone-{i}", [[7] * int(length)], [2]) for i, length in enumerate(lengths)]
+    return found | {"prompts of any length": [one["variants"] for one in alone if one["variants"]]}
 
 
 def adapters(dtype: str, num_layers: str, is_all: str = "") -> dict[str, Any]:

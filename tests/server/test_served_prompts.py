@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from image_processors import data_url, image
 
 from hf_paged.server.errors import RefusedRequestError
-from hf_paged.server.prompts import _message
+from hf_paged.server.images import ImageLimits, ImageReader
+from hf_paged.server.prompts import _message as message_of
 
-IMAGES = frozenset({"image", "video"})
+IMAGES = frozenset({"image"})
+
+
+def _message(message, modalities):
+    return message_of(message, modalities, ImageReader(ImageLimits()))
 
 
 def test_a_message_for_a_model_of_texts_is_one_text():
@@ -20,16 +26,29 @@ def test_a_message_for_a_model_of_texts_is_one_text():
 
 
 def test_parts_of_other_modalities_are_named_as_processors_name_them():
-    parts = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_image", "image_url": "y"},
-             {"type": "video_url", "video_url": {"url": "z"}}, {"type": "text", "text": "a"}]
-    assert _message({"role": "user", "content": parts}, IMAGES)["content"] == [
-        {"type": "image", "url": "x"}, {"type": "image", "url": "y"}, {"type": "video", "url": "z"},
-        {"type": "text", "text": "a"}]
+    urls = [data_url(image(number)) for number in range(3)]
+    parts = [{"type": "image_url", "image_url": {"url": urls[0], "detail": "auto"}},
+             {"type": "input_image", "image_url": urls[1], "detail": "auto"},
+             {"type": "image_url", "image_url": urls[2]}, {"type": "text", "text": "a"}]
+    *pictures, text = _message({"role": "user", "content": parts}, IMAGES)["content"]
+    assert [picture["image"].tobytes() for picture in pictures] == [image(number).tobytes() for number in range(3)]
+    assert {picture["type"] for picture in pictures} == {"image"} and text == {"type": "text", "text": "a"}
     audio = {"type": "input_audio", "input_audio": {"data": "QQ==", "format": "wav"}}
     assert _message({"role": "user", "content": [audio]}, frozenset({"audio"}))["content"] == [
         {"type": "audio", "url": "data:audio/wav;base64,QQ=="}]
-    with pytest.raises(RefusedRequestError, match="input_audio"):
-        _message({"role": "user", "content": [audio]}, IMAGES)
+    for part in (audio, {"type": "video_url", "video_url": {"url": "z"}}):
+        with pytest.raises(RefusedRequestError, match=f"a part of type='{part['type']}', expected what this model "):
+            _message({"role": "user", "content": [part]}, IMAGES)
+
+
+@pytest.mark.parametrize("url", ["http://localhost/x.wav", "file:///etc/passwd", "/etc/passwd", "QQ==", 5])
+def test_nothing_is_fetched_for_audio(url):
+    part = {"type": "audio_url", "audio_url": {"url": url}}
+    with pytest.raises(RefusedRequestError, match="as audio, expected a data URL"):
+        _message({"role": "user", "content": [part]}, frozenset({"audio"}))
+    data = {"type": "input_audio", "input_audio": {"data": url}}
+    made = _message({"role": "user", "content": [data]}, frozenset({"audio"}))["content"]
+    assert made == [{"type": "audio", "url": f"data:audio/wav;base64,{url}"}]
 
 
 def test_calls_of_tools_have_their_arguments_as_objects():

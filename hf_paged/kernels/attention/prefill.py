@@ -8,7 +8,16 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.device.cuda import shared_memory
-from hf_paged.kernels._triton import column_numbers, constants, jit, next_power_of_2, on_device_of, require_triton, tl
+from hf_paged.kernels._triton import (
+    column_numbers,
+    constants,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    require_triton,
+    row_of_tile,
+    tl,
+)
 from hf_paged.kernels.attention._tile import (
     add_scores,
     blocks_of_tile,
@@ -101,20 +110,6 @@ def prefill_config(
 
 
 @jit()
-def _row_of_tile(query_start, tile, num_rows, BLOCK_Q: tl.constexpr):
-    """Largest row whose first tile, ``query_start[row] // BLOCK_Q + row``, is not after ``tile``."""
-    low = 0
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_start + middle) // BLOCK_Q + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@jit()
 def _mask_scores(score, query_position, start, n, window, S: tl.constexpr):
     last = query_position - start
     visible = n[None, :] <= last[:, None]
@@ -146,7 +141,7 @@ def _prefill_kernel(
     BLOCK_Q: tl.constexpr = BLOCK_M // S.group
     head = tl.program_id(0) % S.kv_heads
     tile = tl.program_id(0) // S.kv_heads
-    row = _row_of_tile(query_start, tile, num_rows, BLOCK_Q)
+    row = row_of_tile(query_start, tile, num_rows, BLOCK_Q)
     first_token = tl.load(query_start + row)
     count = tl.load(query_start + row + 1) - first_token
     seq_len = tl.load(seq_lens + row)

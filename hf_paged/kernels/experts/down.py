@@ -46,7 +46,7 @@ down = checked(_check, down_unchecked)
 
 def down_reference(hidden: torch.Tensor, weights: ExpertWeights, routes: Routes) -> torch.Tensor:
     """:func:`down` in plain torch; zeros where it is undefined."""
-    out = hidden.new_zeros(len(routes.order), weights.sizes[0])
+    out, weights = hidden.new_zeros(len(routes.order), weights.sizes[0]), weights.folded()
     for expert, first, count in routes.groups.tolist():
         if expert >= 0:
             pairs = routes.order[first : first + count].long()
@@ -56,30 +56,26 @@ def down_reference(hidden: torch.Tensor, weights: ExpertWeights, routes: Routes)
 
 @jit()
 def _down_kernel(
-    hidden, weight, bias, order, groups, out, WIDTH: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    hidden, weight, bias, a, b, order, groups, out, scale, S: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     """Programs: by tile of an expert's rows, by block of columns of out, and by expert."""
     after_previous_kernel(PDL)
-    EVEN_N: tl.constexpr = WIDTH % BLOCK_N == 0
+    EVEN_N: tl.constexpr = S.rows % BLOCK_N == 0
     group = groups + tl.program_id(2) * 3
     expert = tl.load(group)
     if expert >= 0:
         first, count = tl.load(group + 1), tl.load(group + 2)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        n_inside = (n < WIDTH) | EVEN_N
-        of_expert, bias_of_expert = weight + expert.to(tl.int64) * (WIDTH * INNER), bias
-        if HAS_BIAS:
-            bias_of_expert += expert * WIDTH
-        for begin in range(tl.program_id(0) * TILE, count, PROGRAMS * TILE):
+        n_inside = (n < S.rows) | EVEN_N
+        for begin in range(tl.program_id(0) * TILE, count, tl.num_programs(0) * TILE):
             row = begin + tl.arange(0, TILE)
             is_real = row < count
-            product = expert_product(of_expert, bias_of_expert, n, n_inside,
-                                     hidden + (first + row).to(tl.int64) * INNER, is_real, out.dtype.element_ty, WIDTH,
-                                     INNER, TRANSPOSED, HAS_BIAS, EVEN_N, BLOCK_K)
+            product = expert_product(weight, bias, a, b, scale, expert, n, n_inside,
+                                     hidden + (first + row).to(tl.int64) * S.columns, is_real, out.dtype.element_ty, S,
+                                     EVEN_N, BLOCK_K)
             pair = tl.load(order + first + row, mask=is_real, other=0)
-            at = pair.to(tl.int64)[None, :] * WIDTH + n[:, None]
+            at = pair.to(tl.int64)[None, :] * S.rows + n[:, None]
             tl.store(out + at, product, mask=n_inside[:, None] & is_real[None, :])
 
 
@@ -87,16 +83,15 @@ def down_triton(hidden: torch.Tensor, weights: ExpertWeights, routes: Routes,
                 config: ExpertsConfig | None = None) -> torch.Tensor:
     """:func:`down` as one Triton launch."""
     require_triton()
-    (num_rows, top_k), (width, inner) = routes.experts.shape, weights.sizes
+    (num_rows, top_k), width = routes.experts.shape, weights.sizes[0]
     out = torch.empty(num_rows, top_k, width, dtype=hidden.dtype, device=hidden.device)
     if out.numel() == 0:
         return out
-    config = config or fastest_config(num_rows, top_k, len(weights.weight))
+    config = config or fastest_config(num_rows, top_k, weights)
     with on_device_of(hidden):
         _down_kernel[(config.programs, cdiv(width, config.block_n), len(routes.groups))](
-            hidden, weights.weight, weights.bias, routes.order, routes.groups, out, WIDTH=width, INNER=inner,
-            TRANSPOSED=weights.is_transposed, HAS_BIAS=weights.bias is not None, TILE=config.tile,
-            PROGRAMS=config.programs, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
-            num_stages=config.num_stages, **pdl_options(hidden),
+            hidden=hidden, order=routes.order, groups=routes.groups, out=out, TILE=config.tile,
+            BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
+            num_stages=config.num_stages, **weights.kernel_arguments(), **pdl_options(hidden),
         )
     return out

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_paged.guards.snapshot import KEPT_BY_GENERATE
+from hf_paged.models.derivation.executor import modules_below
 from hf_paged.models.proof.store import values_of
 from hf_paged.parallel.layers import Sharded
 
@@ -34,7 +35,7 @@ def contents_of(model: nn.Module) -> dict[str, Any]:
             digests[id(config)] = hashlib.sha256(values_of(config).encode()).hexdigest()[:16]
         return digests[id(config)]
 
-    return {path: _of_module(module, digest) for path, module in model.named_modules() if path}
+    return {path: _of_module(module, digest) for path, module in modules_below(model, ())}
 
 
 def _of_module(module: nn.Module, digest: Callable[[PreTrainedConfig], str]) -> dict[str, Any]:

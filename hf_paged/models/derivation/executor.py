@@ -22,6 +22,7 @@ from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights,
 from hf_paged.models.experts import ExpertForwards
 from hf_paged.models.images.decoder_inputs import decoder_below, feeding
 from hf_paged.models.paged_calls import implementation_of
+from hf_paged.models.tuners import inside_wrappers
 from hf_paged.parallel.layers import stock_class
 
 _NO_HEADS = (1, 1, 16)  # of queries, of keys, and their size, where no attention is called: backends need sizes
@@ -191,11 +192,14 @@ class DerivedExecutor(ModelExecutor):
         return self._experts.why_not(device)
 
     def body_of_step(self, step: StepContext) -> nn.Module:
-        own = self._experts.of_step(len(step.positions), step.row_lengths) if self.autocast is None else {}
-        body = self.body_with(step, own)
+        body = self.body_with(step, self.experts_of(step))
         if step.fed is None or self.inner_decoder is None:
             return body
         return feeding(body, self.inner_decoder.removeprefix(f"{self.body}."), step.fed)
+
+    def experts_of(self, step: StepContext) -> dict[str, Callable[..., Any]]:
+        """Return the forwards of a step's blocks of experts by kernels, by path below the decoder."""
+        return {} if self.autocast is not None else self._experts.of_step(len(step.positions), step.row_lengths)
 
     def why_not_precision(self, autocast: torch.dtype | None) -> Reason | None:
         precision, rows = self._rows_under(autocast)
@@ -227,8 +231,11 @@ class DerivedExecutor(ModelExecutor):
 
 
 def modules_below(module: nn.Module, called: Collection[str], path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules below one with their paths, without those inside of a layer at a path in `called`."""
-    for key, child in module.named_children():
+    """Yield all modules below one with their paths, without those inside of a layer at a path in `called`.
+
+    In place of wrappers that have LoRA of experts' weights the experts.
+    """
+    for key, child in ((key, inside_wrappers(child)) for key, child in module.named_children()):
         name = f"{path}.{key}" if path else key
         yield name, child
         if name not in called:

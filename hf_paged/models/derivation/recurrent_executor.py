@@ -1,8 +1,9 @@
-"""Executor of models with a recurrent state: prompts one by one, decode rows as a batch of one token each."""
+"""Executor of models with a recurrent state: prompts one by one or packed, decode rows as a batch of one token each."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,10 @@ from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
 from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN
+from hf_paged.kernels.recurrent.packed_convolution import PackedRows
 from hf_paged.models.base import KVSpec, StateShape, StepContext
 from hf_paged.models.derivation.executor import DerivedExecutor
-from hf_paged.models.executor import ModelExecutor, final_states, view_of
+from hf_paged.models.executor import ModelExecutor, final_states
 from hf_paged.models.experts import why_not_on
 from hf_paged.models.paged_calls import paged_call, running
 from hf_paged.models.recurrent import delta_net, mamba2, view
@@ -45,14 +47,16 @@ def _not_yet(model_class: type, where: str) -> Reason:
 
 
 class RecurrentExecutor(DerivedExecutor):
-    """Executor whose steps (`runner/recurrent`) are one prompt's next tokens, or one token of each of several rows."""
+    """Executor whose steps (`runner/recurrent`) are one prompt's next tokens, those of several if
+    `packs_prompts`, or one token of each of several rows."""
 
     has_states = True
 
     def __init__(self, *args: Any, fused_kernels: bool = True, **options: Any) -> None:
         self._cast_states: dict[torch.dtype, tuple[StateShape, ...]] = {}  # by dtype of autocast
         self._wants_kernels = fused_kernels
-        self._by_kernel: tuple[int, list[str]] | None = None  # for a structure of the model, paths within the decoder
+        # For a structure of the model, paths within the decoder, and whether kernels compute packed prompts.
+        self._by_kernel: tuple[int, list[str], bool] | None = None
         super().__init__(*args, fused_kernels=fused_kernels, **options)
 
     @property
@@ -76,25 +80,43 @@ class RecurrentExecutor(DerivedExecutor):
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         meta, lengths = step.parts[0][2], step.row_lengths
         assert len(step.parts) == 1 and step.ends is None
-        # A row that computes all of its tokens begins, whatever its slot holds of an earlier sequence.
-        is_new = meta.max_query_len == meta.max_seq_len
-        states = step.cache.states.view(meta.slots, is_new=is_new, lengths=lengths)
-        decoder = self.decoder if is_new or lengths is None else self._decoder_of_rows()
+        if lengths is None and self.packs_prompts:
+            states = step.cache.states.packed_view(PackedRows(meta.query_start, meta.seq_lens, meta.slots))
+            forwards = self._forwards_by(lambda kind: kind.prompts)
+        else:
+            # A row that computes all of its tokens begins, whatever its slot holds of an earlier sequence.
+            is_new = meta.max_query_len == meta.max_seq_len
+            states = step.cache.states.view(meta.slots, is_new=is_new, lengths=lengths)
+            forwards = {} if is_new or lengths is None else self._forwards_by(lambda kind: kind.decode)
+        decoder = self.body_with(step, self.experts_of(step) | forwards)
         with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
               by_row(self._adapted, None)):
             hidden = final_states(decoder, input_ids, step.positions, states)
         states.store()
         return hidden
 
-    def _decoder_of_rows(self) -> Any:
-        """Return the decoder for steps of decode rows: a view of it in which kernels compute what they can."""
-        decoder, structure = self.decoder, self.watch.step_structure(self.model)
+    @property
+    def packs_prompts(self) -> bool:  # type: ignore[override]
+        """Whether a step's prompts may lie one behind the other in one forward: kernels compute all layers with states,
+        and these are of the decoder's own file, which is known by its code to mix tokens nowhere else."""
+        return self._known_kernels()[1]
+
+    def _known_kernels(self) -> tuple[list[str], bool]:
+        structure = self.watch.step_structure(self.model)
         if self._by_kernel is None or self._by_kernel[0] != structure:
-            why = self._why_not_kernels(self.kv_spec().device)
-            self._by_kernel = structure, [path for path, reason in why.items() if reason is None]
-        layers = [(path, decoder.get_submodule(path)) for path in self._by_kernel[1]]
-        return view_of(decoder, {path: partial(next(kind.decode for kind in _KERNELS if kind.handles(layer)), layer)
-                                 for path, layer in layers}) if layers else decoder
+            why, file = self._why_not_kernels(self.kv_spec().device), type(self.decoder).__module__
+            paths = [path for path, reason in why.items() if reason is None]
+            layers = [self.decoder.get_submodule(path) for path in paths]
+            packs = len(layers) == len({state.key[0] for state in self.outline.states}) and all(
+                delta_net.handles(layer) and type(layer).__module__ == file for layer in layers)
+            self._by_kernel = structure, paths, packs
+        return self._by_kernel[1:]
+
+    def _forwards_by(self, forward_of: Callable[[Any], Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+        """Return the forwards by kernels of all layers that have them, by path below the decoder."""
+        layers = {path: self.decoder.get_submodule(path) for path in self._known_kernels()[0]}
+        kinds = {path: next(kind for kind in _KERNELS if kind.handles(layer)) for path, layer in layers.items()}
+        return {path: partial(forward_of(kinds[path]), layer) for path, layer in layers.items()}
 
     def _why_not_kernels(self, device: torch.device) -> dict[str, str | None]:
         """Return why each layer with a state would run by its own module in decode steps on a device, or None, by its
@@ -148,5 +170,9 @@ class RecurrentExecutor(DerivedExecutor):
         spec, by_layer = self.kv_spec(), Counter[int]()
         for state in spec.states:
             by_layer[state.key[0]] += state.nbytes
+        if self.packs_prompts:
+            layer = self.decoder.get_submodule(self._known_kernels()[0][0])
+            return super().step_bytes(num_tokens, num_rows) + num_tokens * delta_net.token_bytes(
+                layer, spec.compute_dtype)
         gathered = 0 if self.why_not_kernels(spec.device) is None else 2 * num_rows * max(by_layer.values())
         return super().step_bytes(num_tokens, num_rows) + spec.state_bytes + gathered

@@ -1,6 +1,7 @@
-"""Gated delta nets by hf_paged's kernel in decode steps: what it reads of a layer, and why its own module runs instead.
+"""Gated delta nets by hf_paged's kernels: what they read of a layer, and why its own module runs instead.
 
-Projections run by their own modules; what lies between them is one launch on the rows' slots, without a copy of states.
+Projections run by their own modules; what lies between them is one launch on the rows' slots in decode steps, and four
+in packed prompts, without a copy of states.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import torch
 from torch import nn
 
 from hf_paged.kernels.recurrent.delta_net import DeltaNetInputs, DeltaNetWeights, delta_net_unchecked, takes_sizes
+from hf_paged.kernels.recurrent.gated_rms_norm import gated_rms_norm_unchecked
+from hf_paged.kernels.recurrent.packed_convolution import packed_convolution_unchecked
+from hf_paged.kernels.recurrent.packed_delta_rule import DeltaGates, packed_delta_rule_unchecked, scratch_bytes
 from hf_paged.models.base import StateShape
 from hf_paged.models.recurrent.plain_weights import unlike_layers, unlike_states
 from hf_paged.models.recurrent.view import StateView
@@ -66,6 +70,24 @@ def decode(layer: Any, hidden_states: torch.Tensor, cache: StateView, **_: Any) 
     made = delta_net_unchecked(inputs, weights, lines.states, lines.slots, lines.lengths)
     output: torch.Tensor = layer.out_proj(made[:, None])
     return output
+
+
+def prompts(layer: Any, hidden_states: torch.Tensor, cache: StateView, **_: Any) -> torch.Tensor:
+    """Compute such a layer on the tokens of a cache's packed rows: [1, T, H] -> [1, T, H]."""
+    query, key, value, gate, alpha, beta = _LAYERS[type(layer).__module__, type(layer).__name__](layer, hidden_states)
+    states, rows = cache.lines(layer.layer_idx).states, cache.packed
+    assert rows is not None
+    mixed = packed_convolution_unchecked((query, key, value.flatten(2)), layer.conv1d.weight, None, states.conv, rows)
+    gates = DeltaGates(alpha, beta, layer.A_log, layer.dt_bias)
+    made = packed_delta_rule_unchecked(mixed, gates, states.recurrent, rows)
+    made = gated_rms_norm_unchecked(made, gate, layer.norm.weight, layer.norm.variance_epsilon)
+    output: torch.Tensor = layer.out_proj(made[None])
+    return output
+
+
+def token_bytes(layer: Any, dtype: torch.dtype) -> int:
+    """Return the bytes that `prompts` takes for each token, besides what projections make."""
+    return scratch_bytes(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, dtype.itemsize)
 
 
 def misfit(layer: Any, states: tuple[StateShape, ...], dtype: torch.dtype) -> str | None:

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.kernels.build.compiling import is_dry
 from hf_paged.kernels.recurrent._convolution import LayerStates
+from hf_paged.kernels.recurrent.packed_convolution import PackedRows
 from hf_paged.models.base import StateKey
 
 HAS_IDIOM = hasattr(Cache, "get_conv_state")  # transformers 5.17 has it not
@@ -47,18 +48,22 @@ class StateView(Cache):
         is_new: whether the rows begin, without a state; else all of them have one.
         lengths: [R] int32, of a step of decode rows: 0 for padding.
         arrivals: counters of kernels, see `mamba2`; None if no kernel changes states.
+        packed: prompts of any lengths one behind the other, whose states kernels alone read and change (`slots`: its
+            own); None: rows have as many tokens each.
     """
 
     def __init__(self, tensors: Mapping[StateKey, torch.Tensor], slots: torch.Tensor, *, is_new: bool,
-                 lengths: torch.Tensor | None = None, arrivals: torch.Tensor | None = None) -> None:
+                 lengths: torch.Tensor | None = None, arrivals: torch.Tensor | None = None,
+                 packed: PackedRows | None = None) -> None:
         super().__init__(layers=[])
         self.held: dict[StateKey, torch.Tensor] = {}  # what this forward read or made, each [R, ...]
         self._tensors, self._given, self._slots, self._is_new = tensors, slots, slots.long(), is_new
-        self._lengths, self._arrivals, self._layer = lengths, arrivals, -1
+        self._lengths, self._arrivals, self._layer, self.packed = lengths, arrivals, -1, packed
 
     @property
     def num_rows(self) -> int:
-        return len(self._slots)
+        """Rows of the forward's batch."""
+        return len(self._slots) if self.packed is None else 1
 
     def lines(self, layer_idx: int) -> Lines:
         """Return the states of a layer for a kernel that changes them in place; no other code of this forward reads or
@@ -118,6 +123,7 @@ class StateView(Cache):
         if key not in self.held:
             if self._is_new or key not in self._tensors:
                 return None
+            assert self.packed is None, "states of packed rows are read by kernels alone"
             if key[0] != self._layer:
                 self.store()  # states of all layers at once would take as much memory as the slots of the rows
                 self._layer = key[0]

@@ -1,4 +1,5 @@
-"""Launches of steps of models with a recurrent state: prompts one by one, and a forward of all rows of one token."""
+"""Launches of steps of models with a recurrent state: prompts one by one or packed, and a forward of all rows of one
+token."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch
 
 from hf_paged.runner.model_runner import Computed, ModelRunner
 from hf_paged.runner.recurrent import saved_states
+from hf_paged.runner.recurrent.prompt_order import Prompt, next_prompts
 from hf_paged.runner.recurrent.state_pool import StatePool
 from hf_paged.sampling.slot_row import SlotRow
 from hf_paged.scheduler import StepPlan
@@ -22,8 +24,9 @@ from hf_paged.scheduler.snapshots import StateMoves
 class RecurrentRunner(ModelRunner):
     """A `ModelRunner` whose pool has states beside pages. No step may run twice.
 
-    A prompt is computed up to each place where its states are saved. Its last token, if states precede it, joins the
-    decode rows behind the prompts. Prompts run eagerly, and decode rows as graphs.
+    A prompt is computed up to each place where its states are saved, in one forward with others where the executor
+    packs prompts. Its last token, if states precede it, joins the decode rows behind the prompts. Prompts run eagerly,
+    and decode rows as graphs.
     """
 
     def __init__(self, *args: Any, max_num_seqs: int, num_snapshots: int = 0, **options: Any) -> None:
@@ -61,7 +64,10 @@ class RecurrentRunner(ModelRunner):
     def _hidden_states(self, plan: StepPlan, *, every_token: bool) -> Computed:
         moves = plan.states or StateMoves([], {}, {})
         hidden: list[list[torch.Tensor]] = [[] for _ in plan.slots]
-        singles = list(range(plan.num_decode_rows))
+        decodes, packed = plan.num_decode_rows, self.executor.packs_prompts
+        waiting = [Prompt(plan, row, moves, self.block_size) for row in range(decodes, len(plan.slots))]
+        singles = list(range(decodes))
+        late = {block for row in singles for block in Prompt(plan, row, moves, self.block_size).writes(plan.start[row])}
 
         def run(rows: list[int], start: np.ndarray, end: np.ndarray, *, are_singles: bool = False) -> None:
             part = part_of(plan, rows, start, end, num_decode_rows=len(rows) if are_singles else 0)
@@ -74,22 +80,30 @@ class RecurrentRunner(ModelRunner):
                 ends = plan.start[singles] + plan.num_new_tokens[singles]
                 run(singles, ends - 1, ends, are_singles=True)
                 singles.clear()
+                late.clear()
 
-        for row in range(plan.num_decode_rows, len(plan.slots)):
-            slot, start = int(plan.slots[row]), int(plan.start[row])
-            end, saves = start + int(plan.num_new_tokens[row]), moves.saves.get(slot, [])
-            if slot in moves.loads:
-                saved_states.load(self.cache, moves.loads[slot])
-            if (start or plan.write_from[row]) and (saves or end - start > 1):
-                run_singles()  # this row may read keys and values of their tokens
-            for move in saves:
-                run([row], np.array([start]), np.array([move.snapshot.position]))
-                saved_states.save(self.cache, move)
-                start = move.snapshot.position
-            if 0 < start == end - 1:
-                singles.append(row)
-            elif start < end:
-                run([row], np.array([start]), np.array([end]))
+        while waiting:
+            found = next_prompts(waiting, late, packed=packed)
+            if not found:
+                run_singles()  # what others wait for
+                continue
+            for prompt in found:
+                if prompt.load is not None:
+                    saved_states.load(self.cache, prompt.load)
+                    prompt.load = None
+            last = [prompt for prompt in found if prompt.is_last_token]
+            if pieces := [prompt for prompt in found if not prompt.is_last_token]:
+                start, end = np.array([(prompt.start, prompt.piece_end) for prompt in pieces]).T
+                run([prompt.row for prompt in pieces], start, end)
+            for prompt in pieces:
+                prompt.start = prompt.piece_end
+                if prompt.saves:
+                    saved_states.save(self.cache, prompt.saves.popleft())
+            for prompt in last:
+                singles.append(prompt.row)
+                late.update(prompt.writes(prompt.start))
+                prompt.start = prompt.end
+            waiting = [prompt for prompt in waiting if prompt.start < prompt.end]
         run_singles()
         query_start = np.concatenate([[0], np.cumsum(plan.num_new_tokens)]).astype(np.int32)
         return Computed(torch.cat([tokens for row in hidden for tokens in row]), query_start, None)  # no row's adapters

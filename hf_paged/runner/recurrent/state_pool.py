@@ -9,6 +9,7 @@ import torch
 
 from hf_paged.config import PagedConfig
 from hf_paged.kernels.recurrent.mamba2 import MAX_GROUPS
+from hf_paged.kernels.recurrent.packed_convolution import PackedRows
 from hf_paged.models import KVSpec
 from hf_paged.models.base import StateKey
 from hf_paged.models.recurrent.view import StateView
@@ -38,6 +39,10 @@ class StatePool:
     def view(self, slots: torch.Tensor, *, is_new: bool, lengths: torch.Tensor | None = None) -> StateView:
         """Return the states of the rows in these slots [R] for one forward; arguments as for `StateView`."""
         return StateView(self._tensors, slots, is_new=is_new, lengths=lengths, arrivals=self._arrivals)
+
+    def packed_view(self, rows: PackedRows) -> StateView:
+        """Return the states of packed prompts for one forward, whose layers kernels compute."""
+        return StateView(self._tensors, rows.slots, is_new=False, arrivals=self._arrivals, packed=rows)
 
     def grow(self, num_slots: int) -> None:
         """Raise the number of slots; never lowers it.

@@ -9,6 +9,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_paged.kernels.experts import gate_up as gate_up_module
 from hf_paged.kernels.experts.down import down, down_reference, down_triton
+from hf_paged.kernels.experts.fold import ExpertUpdate
 from hf_paged.kernels.experts.gate_up import (
     ExpertsConfig,
     ExpertWeights,
@@ -121,8 +122,10 @@ def test_on_a_cpu_the_references_run():
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 256, 512, 8192])
-def test_tiles_of_every_number_of_rows(rows):
-    config = gate_up_module.fastest_config(rows, 8, 128)
+@pytest.mark.parametrize("rank", [0, 8, 64])
+def test_tiles_of_every_number_of_rows(rows, rank):
+    update = ExpertUpdate(torch.empty(128 * rank, 1), torch.empty(1, 128 * rank), 1.0) if rank else None
+    config = gate_up_module.fastest_config(rows, 8, ExpertWeights(torch.empty(128, 1, 1), update=update))
     assert config.tile * config.programs >= min(rows, config.tile)
     assert config.block_n % 2 == 0
 

@@ -76,11 +76,10 @@ def test_a_layer_that_changes_runs_by_its_own_module_from_then_on(rows):
     hook = model.model.layers[2].linear_attn.conv1d.register_forward_hook(lambda *args: None)
     assert "layers.2.linear_attn: hooks" in executor.why_not_kernels(CPU)
     hook.remove()
-    assert executor._decoder_of_rows() is not model.model
+    paths = ["layers.0.linear_attn", "layers.2.linear_attn"]
+    assert list(executor._forwards_by(lambda kind: kind.decode)) == paths
     model.model.layers[0].linear_attn.conv1d.register_forward_hook(lambda *args: None)
-    view = executor._decoder_of_rows()
-    assert view.layers[0].linear_attn is model.model.layers[0].linear_attn
-    assert view.layers[2].linear_attn is not model.model.layers[2].linear_attn
+    assert list(executor._forwards_by(lambda kind: kind.decode)) == paths[1:]
 
 
 @pytest.mark.parametrize(("change", "message"), [

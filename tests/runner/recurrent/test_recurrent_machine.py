@@ -18,6 +18,7 @@ from support import random_prompts
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
+from hf_paged.models.derivation import recurrent_executor
 from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
 from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner
 from hf_paged.scheduler import Status
@@ -242,13 +243,30 @@ class RecurrentMachine(RuleBasedStateMachine):
 COMMON = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
 
 
-def case(name, examples, steps):
-    machine = type(f"{name}Machine", (RecurrentMachine,), {"name": name})
+class PackedMachine(RecurrentMachine):
+    """On a CPU that has the kernels of layers with states, whose references run."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(recurrent_executor, "why_not_on", lambda device: None)
+
+    def teardown(self):
+        try:
+            assert not hasattr(self, "engine") or self.engine._executor.packs_prompts
+            super().teardown()
+        finally:
+            self.patch.undo()
+
+
+def case(name, examples, steps, kind=RecurrentMachine):
+    machine = type(f"{name}Machine", (kind,), {"name": name})
     cls = machine.TestCase
     cls.settings = settings(max_examples=examples, stateful_step_count=steps, **COMMON)
     return pytest.mark.skipif(not HAS_IDIOM, reason="an older transformers asks no other cache for states")(cls)
 
 
-TestLfm2 = case("Lfm2", 4, 15)
+TestLfm2, TestQwen3_5Packed = case("Lfm2", 4, 15), case("Qwen3_5", 4, 15, PackedMachine)
+TestQwen3NextPacked = pytest.mark.slow(case("Qwen3Next", 60, 30, PackedMachine))
 TestQwen3Next, TestNemotronH = (pytest.mark.slow(case(name, 60, 30)) for name in ("Qwen3Next", "NemotronH"))
 TestLfm2AtLength, TestJamba = (pytest.mark.slow(case(name, 60, 30)) for name in ("Lfm2", "Jamba"))
