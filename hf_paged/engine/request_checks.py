@@ -248,6 +248,8 @@ class RequestChecks(LockedCore):
             return None
         if self.unsupported_reason() is not None or executor.adapters_in_force() is not None:
             return None
+        if self.replica is not None:  # which the last check may have made: ranks wait for each other in each forward
+            return None
         return self.images.view(model, body)
 
     def view_for_images(self) -> Any:

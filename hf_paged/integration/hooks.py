@@ -174,7 +174,7 @@ def _of_call(self: Any, *, enables: bool = True) -> tuple[Any, Engine | None]:
 
 def _decoding_methods(stock: Any) -> dict[str, Callable]:
     """Return the methods of a view that stock generate looks up on the class of `self`."""
-    encodes = {} if getattr(stock, _ENCODES, None) is None else {_ENCODES: _equal_images_once(stock)}
+    encodes = {_ENCODES: _equal_images_once(stock)} if hasattr(stock, _ENCODES) else {}
     return encodes | {
         "_sample": generate.sample_method(stock),
         "_beam_search": stock_loop.beam_search_method(stock),
@@ -184,15 +184,13 @@ def _decoding_methods(stock: Any) -> dict[str, Callable]:
 
 
 def _equal_images_once(stock: Any) -> Callable:
-    encodes = getattr(stock, _ENCODES)
-
-    @functools.wraps(encodes)
+    @functools.wraps(getattr(stock, _ENCODES))
     def encode(self: Any, model_kwargs: dict[str, Any]) -> Any:
         """Call stock's, with encoders that run once over equal images."""
         model = model_of(self)
         engine = engine_of(model) if has_images(model_kwargs) and paths.asked() is None else None
         view = None if engine is None or fallback.in_fallback(engine) else engine.encoding_view()
-        return encodes(model if view is None else view, model_kwargs)
+        return getattr(stock, _ENCODES)(model if view is None else view, model_kwargs)
 
     return encode
 

@@ -1,11 +1,12 @@
-"""On a GPU: calls with images give stock's tokens in fp32; their decode steps run in graphs, beside those of text."""
+"""On a GPU: calls with images give stock's tokens in fp32; their decode steps run in graphs, beside those of text, and
+equal images run through the tower once."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from image_calls import image_call, seeing_model
-from support import assert_native_parity, stock_generate
+from support import assert_native_parity, stock_copy, stock_generate
 
 import hf_paged
 
@@ -27,3 +28,39 @@ def test_fp32_equals_stock(name, enforce_eager):
         assert_native_parity(model, stocks, **call, max_new_tokens=24)
     stats = hf_paged.get_engine(model).stats()
     assert stats.prefix_cache_hits > 0 and (stats.num_graphs_captured > 0) is not enforce_eager
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "smolvlm", "gemma3", "internvl", "llava"])
+def test_equal_images_run_through_the_tower_once(name):
+    """Until a byte of a weight changes, also where no version counter is raised."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = seeing_model(name)
+    rows = [[15, "0", 6]] * 3 + [[15, "4", 6]] * 3
+    call = {key: value.cuda() for key, value in image_call(model, rows).items()} | {"max_new_tokens": 12}
+    model.cuda()
+    hf_paged.enable(model, strict=True)
+    engine, counts = hf_paged.get_engine(model), []
+    for _ in range(2):
+        expected = stock_generate(stock_copy(model), **call)
+        for _ in range(2):
+            assert_native_parity(model, expected, **call)
+            stats = engine.stats()
+            counts.append((stats.num_images_encoded, stats.num_images_reused))
+        weight = next(weight for key, weight in model.named_parameters() if "vis" in key and weight.ndim > 1)
+        weight.data.neg_()
+    # The first time also those that prove the encoder.
+    assert counts == [(2 + 3, 4), (2 + 3, 4 + 6), (2 + 3 + 2, 4 + 6 + 4), (2 + 3 + 2, 4 + 6 + 4 + 6)]
+    assert stats.image_bytes > 0
+    engine.release_memory()
+    assert engine.stats().image_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_encoders_are_proved_in_lower_precision(dtype):
+    for name in ("qwen2.5-vl", "gemma3", "internvl"):
+        model = seeing_model(name)
+        call = image_call(model, [[15, "0", 6], [15, "4", 6]] * 2)
+        model.cuda().to(dtype)
+        hf_paged.enable(model, strict=True)
+        model.generate(**{key: value.cuda() for key, value in call.items()}, max_new_tokens=2)
+        assert hf_paged.get_engine(model).stats().num_images_reused == 2, name

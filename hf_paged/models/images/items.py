@@ -104,8 +104,7 @@ def divided(arguments: Mapping[str, Any], settings: object) -> Items | None:
         is_setting = isinstance(value, (list, tuple)) and value == getattr(settings, name, None)
         if name not in tensors and not is_setting and not isinstance(value, _PLAIN):
             return None
-    if not tensors or not all(tensor.ndim > 1 and len(tensor) and tensor.layout == torch.strided
-                              for tensor in tensors.values()):
+    if not tensors or not all(map(_is_plain, tensors.values())):
         return None
     lengths = set(map(len, tensors.values()))
     if len(lengths) == 1:
@@ -119,6 +118,12 @@ def divided(arguments: Mapping[str, Any], settings: object) -> Items | None:
                 return Items(arguments, {name: each if len(tensor) == len(grid) else ends
                                          for name, tensor in tensors.items()})
     return None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has rows whose bits can be compared."""
+    return (type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.element_size() in _WORDS
+            and tensor.ndim > 1 and tensor.numel() > 0)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,10 @@ class KnownImages:
 
         @wraps(method)  # generate reads the signature
         def encode(*args: Any, **kwargs: Any) -> Any:
-            arguments = dict(signature.bind(*args, **kwargs).arguments)
+            try:
+                arguments = dict(signature.bind(*args, **kwargs).arguments)
+            except TypeError:
+                return method(*args, **kwargs)
             for rest in further:
                 arguments |= arguments.pop(rest, {})
             items = None if torch.is_grad_enabled() else divided(arguments, getattr(body, "config", None))

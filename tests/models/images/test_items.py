@@ -42,7 +42,8 @@ def test_as_many_rows_as_an_image_has_places_in_a_grid():
     {"image_grid_thw": GRID * torch.tensor([[1], [0], [1]]), "pixel_values": torch.zeros(8, 2)},
     {"further": torch.zeros(7, 2)}, {"further": torch.zeros(3)}, {"further": torch.tensor(1)},
     {"further": [1, 2, 3]}, {"further": object()}, {"pixel_values": torch.zeros(0, 2)},
-    {"pixel_values": torch.zeros(10, 2).to_sparse()},
+    {"pixel_values": torch.zeros(10, 2).to_sparse()}, {"pixel_values": torch.zeros(10, 2, dtype=torch.complex128)},
+    {"pixel_values": torch.nn.Parameter(torch.zeros(10, 2))}, {"pixel_values": torch.zeros(10, 0)},
 ])
 def test_what_is_not_known(changed):
     assert divided(packed() | changed, SimpleNamespace(further=[1, 2])) is None

@@ -253,6 +253,21 @@ def test_further_fields_are_of_all_images_and_end_it():
     assert case.body.ran == [[2], [1, 2, 1]] and case.run(A, B) == [[1, 2]]
 
 
+def test_arguments_that_the_method_does_not_take():
+    encode = Case().known.view(Model(Body()), "model").model.get_image_features
+    with pytest.raises(TypeError, match=r"get_image_features\(\) missing 1 required positional argument"):
+        encode()
+
+
+def test_inference_mode():
+    case = Case()
+    with torch.inference_mode():
+        assert [case.run(A), case.run(A)] == [[[1]], [[-1, 1]]]
+    assert case.run(A, A) == [] and case.run(B, A) == [[2]]
+    with torch.inference_mode():
+        assert case.run(A, B) == []
+
+
 def test_with_gradients_all_images_run():
     case = Case()
     encode = case.known.view(case.model, "model").model.get_image_features
