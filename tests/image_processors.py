@@ -58,10 +58,11 @@ def processor(name: str) -> Any:
                           num_additional_image_tokens=1, image_token=MARKS[IMAGE], chat_template=template)
 
 
-def model_of(made: Any, name: str) -> PreTrainedModel:
-    """Return the model of a processor, with weights with which each image changes the tokens."""
+def model_of(made: Any, name: str, **text: Any) -> PreTrainedModel:
+    """Return the model of a processor, with weights with which each image changes the tokens; ``text``: settings of its
+    text."""
     marks = {old: made.tokenizer.convert_tokens_to_ids(mark) for old, mark in MARKS.items()}
-    return seeing_model(name, marks=marks, vocab_size=len(made.tokenizer))
+    return seeing_model(name, marks=marks, vocab_size=len(made.tokenizer), **text)
 
 
 def image(number: int, width: int = 16, height: int = 16) -> Any:
@@ -91,6 +92,7 @@ def stock_answer(model: Any, made: Any, chat: list[dict[str, Any]], template: di
     inputs = made.apply_chat_template(
         [{**message} for message in chat], tokenize=True, return_dict=True, return_tensors="pt",
         **{"add_generation_prompt": True, **(template or {})})
+    inputs = inputs.to(model.device)
     width = inputs["input_ids"].shape[1]
     tokens = stock_generate(model, **inputs, **settings)[0].tolist()
     return tokens[:width], tokens[width:]
