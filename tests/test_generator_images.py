@@ -288,7 +288,7 @@ def hostile() -> dict[str, tuple[Any, str]]:
         "long": ([user("a ", {"type": "image", "url": "data:image/png;base64," + "A" * 10**6})], "image"),
         "no pixels": ([user("a ", {"type": "image"})], "image"),
         "placeholder": ([user("a ", MARKS[IMAGE], image(1))], "number of|StopIteration"),
-        "placeholder alone": ([user("a ", MARKS[IMAGE])], "image_pad"),
+        "placeholder alone": ([user("a ", MARKS[IMAGE])], "<image>|image_pad"),
         "no object": ([user("a ", {"type": "image", "image": 5})], "'int'"),
         "a video": ([user("a ", {"type": "video", "video": "x.mp4"})], "'video', expected text parts.* and images"),
         "thin": ([user("a ", image(1, 1000, 1))], "ratio"),
