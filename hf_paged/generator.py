@@ -57,8 +57,7 @@ class PagedGenerator:
 
     Args:
         model: a causal LM that `hf_paged.enable` accepts.
-        tokenizer: needed for text prompts and for `Completion.text`. For chats with images the processor of an
-            image-text model.
+        tokenizer: needed for text prompts and for `Completion.text`; for chats with images a processor.
         config: how to run; None means the defaults.
         **overrides: single fields of `PagedConfig`.
 
@@ -96,16 +95,15 @@ class PagedGenerator:
         """Load model and tokenizer and build a generator around them.
 
         Args:
-            path_or_id: a local checkpoint or a model id, as for transformers' `from_pretrained`.
+            path_or_id: a local checkpoint or a model id.
             dtype: dtype of the weights; "auto" means the checkpoint's.
             device: the device; None means the current CUDA device, or the CPU without one.
             tensor_parallel_size: number of GPUs (or, on CPUs, processes) over which the model is sharded. In a plain
-                script or a notebook this process is rank 0 and starts the others, which end with the generator. If
-                every rank runs the script (torchrun, accelerate launch), this must be the number of ranks, and all of
-                them must make the same calls: rank 0 gets the results, other ranks None. See docs/parallel.md.
+                script this process is rank 0 and starts the others, which end with the generator. Under torchrun or
+                accelerate launch it is the number of ranks, which all make the same calls: rank 0 gets the results,
+                others None. See docs/parallel.md.
             config: as for `PagedGenerator`.
-            tokenizer: the tokenizer or the processor; None means the checkpoint's, or none if it has none: of an
-                image-text model the processor, where the packages that it needs are installed.
+            tokenizer: the tokenizer, or a processor; None means the checkpoint's, or none if it has none.
             device_map: in place of `device`, one device: its name or number, ``{"": device}``, or "auto" if there is no
                 more than one GPU.
             trust_remote_code: run code of the checkpoint.
@@ -147,7 +145,7 @@ class PagedGenerator:
 
     @property
     def tokenizer(self) -> Any:
-        """The engine's tokenizer; another one, or a processor with another one, may be set between calls."""
+        """The engine's tokenizer; another one, or a processor, may be set between calls."""
         return self.engine.tokenizer
 
     @tokenizer.setter
@@ -157,7 +155,7 @@ class PagedGenerator:
 
     @property
     def processor(self) -> Any:
-        """The processor that was given as tokenizer; None for a tokenizer."""
+        """The processor that was given as tokenizer, or None."""
         return self._reader.processor
 
     # -- generation -------------------------------------------------------------------------------------------------
@@ -168,17 +166,15 @@ class PagedGenerator:
         """Complete every prompt.
 
         Args:
-            prompts: a str, token ids, a chat (a list of messages, each a dict with a role and a content, which is
-                text or a list of parts: texts and, with a processor, images as transformers takes them,
-                ``{"type": "image", "image": an image, a path or a URL}``), ``{"prompt": str}`` or
-                ``{"prompt_token_ids": ids}``, or a list of such prompts, of one form or of several. To continue a
-                request that was ended half-way, its `Completion`, or ``"output_token_ids": ids`` beside the prompt in
-                its dict (see `Engine.add_request`). Or None, with tensors ``input_ids=`` and ``attention_mask=`` as for
+            prompts: a str, token ids, a chat (a list of messages, each a dict with a role and a content: text, or a
+                list of texts and, with a processor, images as transformers takes them), ``{"prompt": str}`` or
+                ``{"prompt_token_ids": ids}``, or a list of such prompts. To continue a request that was ended half-way,
+                its `Completion`, or ``"output_token_ids": ids`` beside the prompt in its dict (see
+                `Engine.add_request`). Or None, with tensors ``input_ids=`` and ``attention_mask=`` as for
                 `model.generate`.
             generation_config: one for all prompts, or a list with one per prompt. Merged as in stock generate:
                 ``generate_kwargs`` over the config over `model.generation_config`.
-            use_tqdm: show a bar of the new tokens, in which unfinished requests count with their limits. None shows it
-                once the call has taken a second. Not for tensors.
+            use_tqdm: show a bar of the new tokens. None shows it once the call has taken a second. Not for tensors.
             **keywords: the keywords of `CallKeywords`.
             **generate_kwargs: fields of a `GenerationConfig`; for prompts that are chats also parameters of
                 `apply_chat_template` (``tools``, ``documents``, ``chat_template``, ``continue_final_message``,

@@ -92,8 +92,8 @@ class Completion:
         prompt_top_logprobs: as `prompt_logprobs`, with such a dict for every prompt token but the first.
         routed_experts: with ``PagedConfig(routed_experts=True)`` the experts of each token of prompt and output, an
             int16 tensor [tokens, layers with a router, k] on the CPU; -1 for the last token, which the model was not
-            given, and where they are not known. Comparing completions leaves it out.
-        has_images: whether the prompt has images, which its token ids do not hold: such a completion is not continued.
+            given, and where they are not known.
+        has_images: whether the prompt has images; such a completion is not continued.
     """
 
     token_ids: list[int]

@@ -129,7 +129,8 @@ class PagedActor:
             engine.check_adapter(name)
         settings = {name: value for name, value in self._kwargs.items()
                     if name not in ("chat_template_kwargs", "adapter_names")}
-        _, settings = split_keywords(settings, self._kwargs.get("chat_template_kwargs"), [], engine.tokenizer,
+        _, settings = split_keywords(settings, self._kwargs.get("chat_template_kwargs"), [],
+                                     self._generator.processor or engine.tokenizer,
                                      [engine.model.generation_config, self._config])
         merged = merge_config(engine.model, self._config, settings)
         if merged.num_return_sequences not in (None, 1):

@@ -43,7 +43,7 @@ SAMPLING: dict[str, str] = {
     "lora_request": "write adapter_names=, of adapters that load_adapter gave the model",
     "prompt_adapter_request": _NO_SUCH,
     "chat_template_content_format": "leave it out: parts go to the template, or as text where it fails on them",
-    "mm_processor_kwargs": "leave it out: prompts are text",
+    "mm_processor_kwargs": "write chat_template_kwargs={'processor_kwargs': {...}}",
     "tokenization_kwargs": "write chat_template_kwargs={'truncation': True, 'max_length': n} for chats, or give the "
                            "ids that the tokenizer makes with them",
 }
@@ -53,8 +53,8 @@ LOADING: dict[str, str] = {
     "tokenizer_mode": "write tokenizer=, an object that you have loaded",
     "tokenizer_revision": "write tokenizer=, an object that you have loaded",
     "skip_tokenizer_init": "leave it out; PagedGenerator(model) takes a model without a tokenizer",
-    "allowed_local_media_path": "leave it out: prompts are text",
-    "limit_mm_per_prompt": "leave it out: prompts are text",
+    "allowed_local_media_path": "leave it out: chats may name any file",
+    "limit_mm_per_prompt": "leave it out: chats may have any number of images; hf-paged serve has --max-images",
     "quantization": "leave it out for a checkpoint that is quantized; quantization_config= quantizes at loading",
     "load_format": "leave it out: safetensors and PyTorch files are recognised",
     "download_dir": "write cache_dir=",

@@ -11,18 +11,26 @@ import pytest
 from image_calls import seeing_model
 from image_models import END, IMAGE, START, VIDEO
 from support import byte_tokenizer, stock_generate
-from transformers import Gemma3Processor, LlavaProcessor, PreTrainedModel, PreTrainedTokenizerFast, Qwen2_5_VLProcessor
+from transformers import (
+    Gemma3Processor,
+    Idefics3Processor,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
+)
 
 pil = pytest.importorskip("PIL.Image")
 _pil_processors = pytest.importorskip("transformers.models.llava.image_processing_pil_llava")
 
-MARKS = {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"}
+MARKS = {IMAGE: "<image>", VIDEO: "<|video_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"}
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}IMAGE{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
     "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
 # By model: what its template writes for an image.
-PLACES = {"llava": MARKS[IMAGE], "qwen2.5-vl": MARKS[START] + MARKS[IMAGE] + MARKS[END], "gemma3": MARKS[START]}
+PLACES = {"llava": MARKS[IMAGE], "qwen2.5-vl": MARKS[START] + MARKS[IMAGE] + MARKS[END], "gemma3": MARKS[START],
+          "idefics3": MARKS[IMAGE]}
 
 
 class QwenProcessor(Qwen2_5_VLProcessor):
@@ -53,15 +61,21 @@ def processor(name: str) -> Any:
 
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
         return Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=16)
+    if name == "idefics3":  # each image in tiles, beside it as a whole
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+        images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+        return Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
     images = _pil_processors.LlavaImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     return LlavaProcessor(images, tokenizer, patch_size=4, vision_feature_select_strategy="default",
                           num_additional_image_tokens=1, image_token=MARKS[IMAGE], chat_template=template)
 
 
-def model_of(made: Any, name: str) -> PreTrainedModel:
-    """Return the model of a processor, with weights with which each image changes the tokens."""
+def model_of(made: Any, name: str, **text: Any) -> PreTrainedModel:
+    """Return the model of a processor, with weights with which each image changes the tokens; ``text``: settings of its
+    text."""
     marks = {old: made.tokenizer.convert_tokens_to_ids(mark) for old, mark in MARKS.items()}
-    return seeing_model(name, marks=marks, vocab_size=len(made.tokenizer))
+    return seeing_model(name, marks=marks, vocab_size=len(made.tokenizer), **text)
 
 
 def image(number: int, width: int = 16, height: int = 16) -> Any:
@@ -91,6 +105,7 @@ def stock_answer(model: Any, made: Any, chat: list[dict[str, Any]], template: di
     inputs = made.apply_chat_template(
         [{**message} for message in chat], tokenize=True, return_dict=True, return_tensors="pt",
         **{"add_generation_prompt": True, **(template or {})})
+    inputs = inputs.to(model.device)
     width = inputs["input_ids"].shape[1]
     tokens = stock_generate(model, **inputs, **settings)[0].tolist()
     return tokens[:width], tokens[width:]

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import copy
 import threading
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_all_forms_of_an_image(qwen, tmp_path):
         {"type": "image_url", "image_url": data_url(picture)}]
     with PagedGenerator(*qwen) as generator:
         chats: list[Any] = [[user("what is ", part, "?")] for part in parts]
-        chats.append([{"role": "user", "content": tuple(ONE[0]["content"])}])
+        chats.append([{"role": "user", "content": tuple(chats[-1][0]["content"])}])
         assert found_in(generator.generate(chats, **NEW)) == [expected] * len(chats)
         assert found_in(generator.generate(ONE, **NEW)) == [expected]
 
@@ -170,6 +171,31 @@ def test_keywords_of_the_processors_template(qwen):
                 generator.generate(ONE, chat_template_kwargs=unread, **NEW)
 
 
+def test_settings_of_the_models_config_and_of_the_processor(qwen):
+    """Those of a call are not part of how its images are prepared, whatever they are."""
+    model, made = qwen
+    model.generation_config.update(num_beams=2, prompt_lookup_num_tokens=3, repetition_penalty=1.3, max_length=400)
+    with PagedGenerator(*qwen) as generator:
+        [one] = generator.generate(ONE, num_beams=1, **NEW)
+        assert found_in([one]) == answers(*qwen, [ONE], num_beams=1)
+        model.generation_config.num_beams = 1
+        bigger = {"processor_kwargs": {"images_kwargs": {"size": {"shortest_edge": 1024, "longest_edge": 1024}}}}
+        [one] = generator.generate(ONE, chat_template_kwargs=bigger, **NEW)
+        assert found_in([one]) == [stock_answer(model, made, ONE, bigger, **NEW)] != answers(*qwen, [ONE])
+
+
+def test_a_limit_of_new_tokens_that_no_model_has():
+    """An answer ends where the model does, as behind text."""
+    made = processor("qwen2.5-vl")
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    model = model_of(made, "qwen2.5-vl", rope_parameters=rope, max_position_embeddings=64)
+    with PagedGenerator(model, made) as generator:
+        with pytest.warns(UserWarning, match="max_model_len=64"):
+            made = generator.generate([ONE, TEXT], max_new_tokens=10**6)
+        assert [(one.finish_reason, len(one.prompt_token_ids) + len(one.token_ids)) for one in made] == [
+            ("length", 64)] * 2
+
+
 def test_an_image_that_is_aborted_beside_others(qwen):
     """Text requests of another thread and images share the engine's steps."""
     texts = random_prompts([30, 9])
@@ -226,6 +252,25 @@ def test_adapters_by_prompt(qwen, any_peft, layers):
             assert "images under the adapter '__base__', which is not the active one of model.visual" in named[1].error
 
 
+def test_pixels_of_one_prompt_are_held_at_a_time(qwen, monkeypatch):
+    """Of a batch of any size; what the model is fed lies on the host until a step takes it."""
+    _, made = qwen
+    apply, held, most = made.apply_chat_template, [], []
+
+    def counted(*args, **keywords):
+        most.append(sum(pixels() is not None for pixels in held))
+        result = apply(*args, **keywords)
+        held.append(weakref.ref(result["pixel_values"]))
+        return result
+
+    chats = [[user("what is ", image(number), "?")] for number in range(5)]
+    expected = answers(*qwen, chats)
+    monkeypatch.setattr(made, "apply_chat_template", counted)
+    with PagedGenerator(*qwen) as generator:
+        assert found_in(generator.generate(chats, **NEW)) == expected
+    assert len(most) == 5 and max(most) <= 1
+
+
 def test_nothing_is_set_on_the_model(qwen):
     """Nor is the view of it that stock's `generate` prepares enabled by `install`."""
     model, _ = qwen
@@ -258,7 +303,7 @@ def hostile() -> dict[str, tuple[Any, str]]:
         "long": ([user("a ", {"type": "image", "url": "data:image/png;base64," + "A" * 10**6})], "image"),
         "no pixels": ([user("a ", {"type": "image"})], "image"),
         "placeholder": ([user("a ", MARKS[IMAGE], image(1))], "number of|StopIteration"),
-        "placeholder alone": ([user("a ", MARKS[IMAGE])], "image_pad"),
+        "placeholder alone": ([user("a ", MARKS[IMAGE])], "<image>|image_pad"),
         "no object": ([user("a ", {"type": "image", "image": 5})], "'int'"),
         "a video": ([user("a ", {"type": "video", "video": "x.mp4"})], "'video', expected text parts.* and images"),
         "thin": ([user("a ", image(1, 1000, 1))], "ratio"),

@@ -484,6 +484,39 @@ IMAGE_PROMPTS = [
     PackageMutation("engine/engine.py", "            self.forget_images()\n", "", IMAGES_ONCE_TESTS, "released_memory"),
 ]
 
+FED, SERVED_IMAGES = "integration/recognise/images.py", "server/images.py"
+GENERATOR_IMAGES_TESTS, SERVED_IMAGES_TESTS = "test_generator_images.py", "server/test_images.py"
+# Chats with images, of a generator and of the server.
+IMAGE_CHATS = [
+    PackageMutation("options/processors.py", 'if name == "content" and isinstance(value, tuple) else value',
+                    "if False else value", GENERATOR_IMAGES_TESTS, "all_forms"),
+    PackageMutation("options/prompts.py", "if prompt.has_images:", "if False:", GENERATOR_IMAGES_TESTS,
+                    "not_continued"),
+    PackageMutation("integration/requests.py", "        if self.processor is None:\n            forms",
+                    "        if True:\n            forms", GENERATOR_IMAGES_TESTS, "held_at_a_time"),
+    PackageMutation(FED, "generation_config=GenerationConfig(), prepare", "prepare", GENERATOR_IMAGES_TESTS,
+                    "models_config"),
+    PackageMutation(FED, "most_new = min(max_new_tokens, engine.max_model_len - len(ids))",
+                    "most_new = max_new_tokens", GENERATOR_IMAGES_TESTS, "no_model_has"),
+    PackageMutation(FED, "with within(IN_FALLBACK, (*IN_FALLBACK.get(), engine)):", "if True:", GENERATOR_IMAGES_TESTS,
+                    "nothing_is_set"),
+    PackageMutation("engine/request_checks.py", "{body: model.get_submodule(body).forward}", "{}",
+                    GENERATOR_IMAGES_TESTS, "nothing_is_set"),
+    PackageMutation("engine/request_checks.py", "if is_before and {adapter}", "if False and {adapter}",
+                    GENERATOR_IMAGES_TESTS, "adapters_by_prompt"),
+    PackageMutation(SERVED_IMAGES,
+                    '            self._take("image_pixels", image.width * image.height, "pixels in its images")\n'
+                    "            image.load()\n",
+                    "            image.load()\n"
+                    '            self._take("image_pixels", image.width * image.height, "pixels in its images")\n',
+                    SERVED_IMAGES_TESTS, "before_pixels"),
+    PackageMutation(SERVED_IMAGES, "formats=FORMATS", "formats=None", SERVED_IMAGES_TESTS, "refused and format"),
+    PackageMutation("server/generation.py", "            except RefusedRequestError:\n                raise\n", "",
+                    SERVED_IMAGES_TESTS, "own_code_refuses"),
+    PackageMutation("server/prompts.py", 'not value.startswith("data:audio/")', "False",
+                    "server/test_served_prompts.py", "fetched_for_audio"),
+]
+
 # Families, image-text models and kernels of the Hub.
 MODELS = [
     PackageMutation("models/paged_calls.py", "        forward.check_end()\n", "", PAGED_CALLS_TESTS, "another_number"),

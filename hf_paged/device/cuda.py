@@ -66,6 +66,13 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.to(device)
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the host, from CUDA to pinned memory, and wait for it; one on the host is returned unchanged."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+
+
 @cache
 def captures(device: torch.device) -> tuple[list[torch.cuda.Stream], Any]:
     """Return streams of a device that no engine captures on any more, and the lock that a capture holds.

@@ -209,7 +209,7 @@ class RequestChecks(LockedCore):
             is_before = path.startswith(f"{executor.body}.") and not path.startswith(f"{executor.inner_decoder}.")
             if is_before and {adapter} & (known := adapters_of(layer)) != {*layer.active_adapters} & known:
                 return Reason("images under the adapter {}, which is not the active one of {}", repr(adapter), path,
-                              remedy="Towers run under active adapters: `set_adapter` of the model activates one.")
+                              remedy="Activate it (`set_adapter`).")
         return None
 
     def recorded_images(self, input_ids: torch.Tensor, lengths: list[int], model_kwargs: Mapping[str, Any],

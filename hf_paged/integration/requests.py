@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,8 +125,9 @@ class CallReader:
         processor: of images; None for a tokenizer alone.
     """
 
-    def __init__(self, engine: Engine, model: Any, processor: Any = None) -> None:
-        self._engine, self._model, self.processor = engine, model, processor
+    def __init__(self, engine: Engine, model: Any) -> None:
+        self._engine, self._model = engine, model
+        self.processor: Any = None
         self._notices = ArgumentWarnings()
         self._merges = MergeCache()
 
@@ -259,19 +260,23 @@ class CallReader:
                     begun.append(self._engine.begin_grammar(read))
         return begun
 
-    def _checked(self, prompts: list[Any], template: dict[str, Any]) -> list[Prompt | Exception]:
-        """Return each prompt with checked token ids, or the exception that says why the prompt cannot run."""
+    def _checked(self, prompts: list[Any], template: dict[str, Any]) -> Iterable[Prompt | Exception]:
+        """Return each prompt with checked token ids, or the exception that says why the prompt cannot run.
+
+        With a processor each is read when it is its turn, so that pixels of one prompt are held at a time.
+        """
         renderer = self.renderer
-        forms = [_attempt(lambda prompt: read_prompt(prompt, renderer, template), p) for p in prompts]
-        if not any(isinstance(form, Exception) for form in forms):
-            with suppress(TypeError, ValueError):
-                checked = self._engine.check_prompts([form.ids for form in forms])
-                return [Prompt(ids, form.inputs) for ids, form in zip(checked, forms, strict=True)]
+        forms: Iterable[Any] = (_attempt(lambda p: read_prompt(p, renderer, template), one) for one in prompts)
+        if self.processor is None:
+            forms = list(forms)
+            if not any(isinstance(form, Exception) for form in forms):
+                with suppress(TypeError, ValueError):
+                    return list(map(Prompt, self._engine.check_prompts([form.ids for form in forms])))
 
         def check(form: Prompt) -> Prompt:
             return Prompt(self._engine.check_prompt(form.ids), form.inputs)
 
-        return [f if isinstance(f, Exception) else _attempt(check, f, (TypeError, ValueError)) for f in forms]
+        return (f if isinstance(f, Exception) else _attempt(check, f, (TypeError, ValueError)) for f in forms)
 
     def _fed(self, prompt: Prompt, spec: RequestSpec) -> FedPrompt | None:
         """Return what the model is fed of a prompt's images; a ValueError says why they cannot run."""

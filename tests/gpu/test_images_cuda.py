@@ -9,6 +9,7 @@ from image_calls import image_call, seeing_model
 from support import assert_native_parity, stock_copy, stock_generate
 
 import hf_paged
+from hf_paged import PagedGenerator
 
 pytestmark = pytest.mark.gpu
 
@@ -64,3 +65,24 @@ def test_encoders_are_proved_in_lower_precision(dtype):
         hf_paged.enable(model, strict=True)
         model.generate(**{key: value.cuda() for key, value in call.items()}, max_new_tokens=2)
         assert hf_paged.get_engine(model).stats().num_images_reused == 2, name
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "llava", "gemma3"])
+def test_chats_of_a_generator_equal_stock(name):
+    """In fp32, beside text; what prompts are fed lies on the host, and is pinned, until their steps take it."""
+    pytest.importorskip("PIL", reason="reads images")
+    from image_processors import image, model_of, processor, stock_answer, user
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    made = processor(name)
+    model = model_of(made, name).cuda()
+    chats = [[user("what ", image(1), "?")], [{"role": "user", "content": "hello"}],
+             [user(image(1), " or ", image(2, 16, 24))], [user("what ", image(3), "?")]]
+    expected = [stock_answer(model, made, chat, max_new_tokens=24) for chat in chats]
+    assert expected[0] != expected[3]
+    with PagedGenerator(model, made, max_num_batched_tokens=64, max_num_seqs=16, num_blocks=200) as generator:
+        for _ in range(2):
+            completions = generator.generate(chats, max_new_tokens=24)
+            assert [(one.prompt_token_ids, one.token_ids) for one in completions] == expected
+        stats = generator.engine.stats()
+        assert stats.prefix_cache_hits > 0 and stats.num_graphs_captured > 0

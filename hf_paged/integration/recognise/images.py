@@ -63,7 +63,9 @@ def fed_prompt(engine: Engine, ids: list[int], inputs: Mapping[str, Any], max_ne
         return rows
     most_new = min(max_new_tokens, engine.max_model_len - len(ids))
     found = engine.recorded_images(input_ids, [len(ids)], prepared, most_new)
-    return found if isinstance(found, Reason) else found[0]
+    if isinstance(found, Reason):
+        return found
+    return None if found[0] is None else found[0].on_host()
 
 
 def _prepared(engine: Engine, input_ids: torch.Tensor, inputs: dict[str, Any]) -> dict[str, Any]:

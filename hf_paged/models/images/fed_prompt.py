@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from hf_paged.device.cuda import to_host
 
 # Inputs of a decoder that have a row for each token, [B, T, ...].
 EMBEDS, PER_LAYER = "inputs_embeds", "per_layer_inputs"
@@ -22,7 +24,7 @@ class FedRun(NamedTuple):
     Attributes:
         first: position of the first token.
         identity: the number of these rows; equal rows have the same one (`FedContents`).
-        rows: [n, ...] by the name of the decoder's input.
+        rows: [n, ...] by the name of the decoder's input, on the device or the host.
     """
 
     first: int
@@ -59,6 +61,12 @@ class FedPrompt:
     runs: tuple[FedRun, ...]
     positions: np.ndarray | None = None
     sights: Mapping[int | None, np.ndarray] = field(default_factory=dict)
+
+    def on_host(self) -> FedPrompt:
+        """Return a copy whose rows lie on the host until a step needs them: those of prompts that wait would fill the
+        device."""
+        return replace(self, runs=tuple(
+            run._replace(rows={name: to_host(rows) for name, rows in run.rows.items()}) for run in self.runs))
 
     def parts(self, first: int, end: int) -> Iterator[FedPart]:
         """Yield what is fed of the tokens `first` to `end` - 1, in order."""

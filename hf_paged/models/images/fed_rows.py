@@ -55,7 +55,8 @@ class FedRows:
                 seen.append(row)
         if not rows and positions is None and not seen:
             return None
-        found = {name: (upload(np.concatenate(tokens[name]), device), torch.cat(parts)) for name, parts in rows.items()}
+        found = {name: (upload(np.concatenate(tokens[name]), device), torch.cat([
+            part.to(device, non_blocking=True) for part in parts])) for name, parts in rows.items()}
         return FedTokens(found, None if positions is None else upload(positions, device), seen)
 
     def _rows(self, plan: StepPlan) -> Iterator[tuple[Sequence, FedPrompt, int, int, int]]:
