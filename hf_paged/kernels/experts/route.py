@@ -449,7 +449,9 @@ def route_triton(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arriv
     splits = cdiv(width, per_split)
     partials = torch.empty(splits, num_rows, num_experts, dtype=torch.float32, device=device)
     ranks, counts = (torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, chunks * padded))
-    tile = min(1024, next_power_of_2(pairs))
+    # Sizes of tiles are those of many numbers of rows, each of which would be another kernel.
+    most_chunks = 4 if num_rows <= _FEW_ROWS else 8 if order == "chunks" else 64
+    tile = 512 if num_rows <= _FEW_ROWS else 1024
     with on_device_of(x):
         _route_kernel[(cdiv(num_experts, block_e), splits, chunks)](
             x, router.weight, router.bias, router.correction, lengths, partials, ranks, counts, *found, arrivals,
@@ -458,7 +460,7 @@ def route_triton(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arriv
             HAS_BIAS=router.bias is not None, HAS_CORRECTION=router.correction is not None,
             HAS_LENGTHS=lengths is not None, GROUPS=rule.num_groups, TOPK_GROUP=rule.topk_group, SPLITS=splits,
             K_PER_SPLIT=per_split, ROWS=rows, CHOICES=choices,
-            CHUNKS=min(next_power_of_2(chunks), max(1, _MOST_CHOICES // padded)), ORDER=order, TILE=tile,
+            CHUNKS=min(most_chunks, max(1, _MOST_CHOICES // padded)), ORDER=order, TILE=tile,
             BLOCK_E=block_e, BLOCK_K=block_k, INTERPRETED=triton.knobs.runtime.interpret,
             num_warps=4 if rows * padded <= 2048 else 8, num_stages=3, enable_fp_fusion=False,
             **prefetch_options(router.weight),
