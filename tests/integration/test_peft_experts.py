@@ -92,6 +92,22 @@ def test_trained_adapters_are_new_weights(name):
     assert_all_differ(outputs)
 
 
+def test_adapters_that_a_trainer_sends():
+    """By PEFT's names, as `named_weights` has them."""
+    model = model_of("qwen3-moe")
+    trainers, wrapped = lora(stock_copy(model), seed=8), lora(model)
+    prompts = random_prompts([21, 9])
+    with hf_paged.PagedGenerator(wrapped.get_base_model()) as generator:
+        before = [one.token_ids for one in generator.generate(prompts, max_new_tokens=6)]
+        sent = {name: weight for name, weight in trainers.get_base_model().named_parameters() if "lora_" in name}
+        assert sent.keys() <= dict(generator.engine.named_weights()).keys()
+        generator.engine.load_weights(sent, partial=True)
+        found = [one.token_ids for one in generator.generate(prompts, max_new_tokens=6)]
+    expected = [generated(trainers, {"input_ids": torch.tensor([prompt])})[0, len(prompt):].tolist()[:6]
+                for prompt in prompts]
+    assert found == expected != before
+
+
 @pytest.mark.parametrize("parameters", [EXPERTS[:1], EXPERTS[1:]])
 def test_one_weight_alone_and_ranks_of_their_own(parameters):
     wrapped = lora(model_of("qwen3-moe"), parameters=parameters, rank_pattern={"layers.1.*proj": 7},
