@@ -380,6 +380,12 @@ def test_processors_of_checkpoints(tmp_path):
     with PagedGenerator.from_pretrained(tmp_path, device="cpu") as generator:
         assert type(generator.processor) is type(made) and generator.tokenizer.padding_side == "left"
         assert found_in(generator.generate([ONE, TEXT], **NEW)) == expected
+    made.tokenizer.chat_template, made.chat_template = made.chat_template, None
+    made.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    made.tokenizer.save_pretrained(tmp_path, save_jinja_files=False)
+    with PagedGenerator.from_pretrained(tmp_path, device="cpu") as generator:
+        assert found_in(generator.generate([ONE, TEXT], **NEW)) == expected
     file = tmp_path / "processor_config.json"
     file.write_text(file.read_text().replace("LlavaProcessor", "NoSuchProcessor"))
     with PagedGenerator.from_pretrained(tmp_path, device="cpu") as generator:

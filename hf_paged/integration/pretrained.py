@@ -27,7 +27,7 @@ from transformers.utils.hub import cached_files
 
 from hf_paged.config import OF_LOADING, PagedConfig
 from hf_paged.kernels.weights_checksum import warm_up
-from hf_paged.options.processors import reads_images, tokenizer_in
+from hf_paged.options.processors import reads_images, with_template
 from hf_paged.parallel.checkpoint import check_place, find_files, naming_broken_files, naming_the_place
 from hf_paged.parallel.loading import auto_class
 from hf_paged.vllm_names import LOADING, SAMPLING, unknown_names
@@ -170,14 +170,14 @@ def tokenizer_of(path_or_id: str | os.PathLike, loading: Loading) -> Any:
     """Load the processor of an image-text model, or the tokenizer; returns None without tokenizer files, where
     AutoTokenizer would make an empty one.
 
-    A processor that cannot be loaded, for which a package is missing for example, leaves the tokenizer.
+    Where the processor cannot be loaded, since a package is missing for example, text needs the tokenizer alone.
     """
     if not _has_any(path_or_id, TOKENIZER_FILES, loading):
         return None
     if _has_any(path_or_id, PROCESSOR_FILES, loading):
-        with suppress(ImportError, OSError, ValueError):
-            processor = AutoProcessor.from_pretrained(path_or_id, **loading.of_tokenizer)
-            if reads_images(processor) and tokenizer_in(processor) is not None:
+        with suppress(Exception):
+            processor = with_template(AutoProcessor.from_pretrained(path_or_id, **loading.of_tokenizer))
+            if reads_images(processor):
                 processor.tokenizer.padding_side = "left"
                 return processor
     return AutoTokenizer.from_pretrained(path_or_id, padding_side="left", **loading.of_tokenizer)

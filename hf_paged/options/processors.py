@@ -23,12 +23,19 @@ class Prompt(NamedTuple):
 
 def tokenizer_in(given: Any) -> Any:
     """Return the tokenizer of a processor; anything else is returned unchanged."""
-    return given.tokenizer if isinstance(given, ProcessorMixin) else given
+    return getattr(given, "tokenizer", None) if isinstance(given, ProcessorMixin) else given
 
 
 def reads_images(given: Any) -> bool:
-    """Return whether a tokenizer or a processor takes images."""
-    return isinstance(given, ProcessorMixin) and hasattr(given, "image_processor")
+    """Return whether this is a processor of texts and images."""
+    return isinstance(given, ProcessorMixin) and hasattr(given, "image_processor") and hasattr(given, "tokenizer")
+
+
+def with_template(given: Any) -> Any:
+    """Return a processor with its tokenizer's chat template where it has none; anything else is returned unchanged."""
+    if (tokenizer := tokenizer_in(given)) is not given and given.chat_template is None:
+        given.chat_template = getattr(tokenizer, "chat_template", None)
+    return given
 
 
 def render(renderer: Any, chat: Sequence[Mapping[str, Any]], keywords: Mapping[str, Any]) -> Prompt:

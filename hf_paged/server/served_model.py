@@ -22,6 +22,7 @@ from hf_paged.errors import FallbackWarning, UnsupportedModelError
 from hf_paged.integration.adapters import adapter_names, load_adapter
 from hf_paged.integration.async_calls import AsyncSink, EventLoops
 from hf_paged.integration.enable import disable, enable_with_engine, get_engine, unsupported_class
+from hf_paged.options.processors import with_template
 from hf_paged.options.request_spec import RequestSpec
 from hf_paged.parallel.checkpoint import check_place
 from hf_paged.server.errors import EngineDeadError, refusal
@@ -184,7 +185,7 @@ def load_model(place: str, *, device: str = "auto", dtype: str = "auto", attn_im
     check_place("MODEL", place)
     if not os.path.exists(place) and "@" in place:
         place, _, arguments["revision"] = place.partition("@")
-    processor = AutoProcessor.from_pretrained(place, **arguments)
+    processor = with_template(AutoProcessor.from_pretrained(place, **arguments))
     config = AutoConfig.from_pretrained(place, **arguments)
     kind = getattr(transformers, (config.architectures or ["none"])[0], AutoModelForCausalLM)
     if quantization is not None:

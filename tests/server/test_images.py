@@ -18,6 +18,7 @@ from support import num_calls
 import hf_paged
 from hf_paged.server.errors import RefusedRequestError
 from hf_paged.server.images import ImageLimits, ImageReader
+from hf_paged.server.served_model import load_model
 
 LENGTH = 8
 TEXT = [{"role": "user", "content": "hello"}]
@@ -194,6 +195,17 @@ def test_images_that_the_engine_does_not_run(server, stock, monkeypatch):
     reason = hf_paged.errors.Reason("a test wants stock", remedy="Leave it out.")
     monkeypatch.setattr(type(server.engine()), "images_reason", lambda self, adapter=None: reason)
     assert text_of(ask(server, TWO)) == stock(TWO)[0]
+
+
+def test_a_template_that_the_tokenizer_has(tmp_path):
+    made = processor("llava")
+    template, made.chat_template = made.chat_template, None
+    made.tokenizer.chat_template = template
+    model_of(made, "llava").save_pretrained(tmp_path)
+    made.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    made.tokenizer.save_pretrained(tmp_path, save_jinja_files=False)
+    assert load_model(str(tmp_path), device="cpu")[1].chat_template == template
 
 
 def test_a_server_without_images(folder, stock):

@@ -98,3 +98,12 @@ def test_equal_prompts_have_equal_keys():
     again = FedPrompt(list(IDS), runs, ROWS.copy())
     assert [again.block_key(at, at + 4) for at in range(0, 16, 4)] == [
         FedPrompt(IDS, PLAIN.runs, ROWS).block_key(at, at + 4) for at in range(0, 16, 4)]
+
+
+def test_rows_on_the_host():
+    """Nothing else of a prompt changes."""
+    rows = {EMBEDS: torch.ones(2, 3)}
+    prompt = FedPrompt([1, 2, 3], (FedRun(1, 7, rows),), np.arange(3)[None] + 1)
+    found = prompt.on_host()
+    assert found.runs[0].rows[EMBEDS].device.type == "cpu" and torch.equal(found.runs[0].rows[EMBEDS], rows[EMBEDS])
+    assert found.block_key(0, 3) == prompt.block_key(0, 3)
