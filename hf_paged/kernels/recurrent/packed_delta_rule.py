@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from hf_paged.device.cuda import shared_memory
 from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
@@ -52,6 +53,11 @@ def scratch_bytes(key_heads: int, value_heads: int, key_dim: int, value_dim: int
     """Return the bytes that a layer takes for each packed token, besides what its projections make."""
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     return itemsize * (channels + 2 * value_heads * value_dim) + 4 * value_heads * (CHUNK + 3)
+
+
+def fits(key_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a device has the shared memory for heads of this size, by what Triton took for Hopper GPUs."""
+    return (36 << 10) + key_dim * (640 if dtype == torch.bfloat16 else 1024) <= shared_memory(device)
 
 
 def _check(mixed: torch.Tensor, gates: DeltaGates, states: torch.Tensor, rows: PackedRows) -> None:

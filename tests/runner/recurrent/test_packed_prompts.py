@@ -168,6 +168,16 @@ def test_which_models_pack(monkeypatch):
     assert not executor.packs_prompts
 
 
+@pytest.mark.parametrize(("dtype", "packs"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_heads_that_do_not_fit_in_shared_memory_do_not_pack(dtype, packs, monkeypatch):
+    """Of a large GPU, which a CPU counts for."""
+    monkeypatch.setattr(recurrent_executor, "why_not_on", lambda device: None)
+    model = outlined(recurrent_model("Qwen3_5", linear_key_head_dim=256).to(dtype))
+    executor = find_executor(model)(model)
+    assert executor.why_not_kernels(model.device) is None
+    assert executor.packs_prompts is packs
+
+
 @pytest.mark.parametrize("change", [
     lambda model: model.model.layers[2].linear_attn.conv1d.register_forward_hook(lambda *args: None),
     lambda model: setattr(model.model, "__class__", type("Qwen3_5TextModel", (type(model.model),), {})),
