@@ -168,7 +168,7 @@ def test_long_prompts_whose_states_hardly_decay(dtype):
     mixed = mixed_of(case)
     mixed[500:700, 512:1024] = mixed[500:501, 512:1024]
     made, states = computed(packed_delta_rule_triton, case, mixed)
-    assert_as_near(case, mixed, made, states, times=4.0, least=torch.finfo(dtype).eps / 64)
+    assert_as_near(case, mixed, made, states, times=4.0, least=1e-4 if dtype == torch.bfloat16 else 5e-6)
 
 
 @with_idiom

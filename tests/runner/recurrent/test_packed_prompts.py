@@ -141,6 +141,18 @@ def test_a_group_of_rows_with_one_beginning_goes_on_together(model, forwards):
         assert forwards[:2] == [[len(tail) - 1 for tail in tails], [1] * 4]
 
 
+def test_a_prompt_goes_on_from_the_state_that_another_of_its_step_saves(model, forwards):
+    """Where the cached blocks of the first one end, which no earlier prompt has saved."""
+    with PagedGenerator(model) as generator:
+        generator.generate([SYSTEM], max_new_tokens=1, do_sample=False)
+        del forwards[:]
+        prompts = [SYSTEM[:32] + tail for tail in (QUESTION, OTHER)]
+        completions = generator.generate(prompts, max_new_tokens=NEW, do_sample=False)
+        assert [one.num_cached_tokens for one in completions] == [0, 32]
+        assert [one.token_ids for one in completions] == greedy(model, prompts)
+        assert forwards[:3] == [[32], [13, 8], [1, 1]]
+
+
 def test_log_probabilities_of_prompts_are_stocks(model):
     with PagedGenerator(model, max_num_batched_tokens=64, max_num_seqs=4) as generator:
         completions = generator.generate(PROMPTS[:3], max_new_tokens=NEW, logprobs=True, prompt_logprobs=True)
