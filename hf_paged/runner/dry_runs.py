@@ -78,10 +78,9 @@ def _of_other_kinds(steps: PaddedSteps, decode_sizes: list[int],
 
 
 def _packed(steps: PaddedSteps) -> Iterator[Callable[[], object]]:
-    """Yield packed prompts of models with states: they are not cut to fit few sizes, and a long one first."""
-    for size in steps.packed_sizes[-1:]:
-        yield from (partial(steps.run_packed_padding, size, long=long) for long in (False, True))
-    yield from (partial(steps.run_packed_padding, size) for size in steps.packed_sizes[:-1])
+    """Yield packed prompts of models with states, the longest first: they are not padded to few sizes."""
+    for size, long in product(steps.packed_sizes[::-1], (False, True)):
+        yield partial(steps.run_packed_padding, size, long=long)
 
 
 def _with_names(steps: PaddedSteps, decode_sizes: list[int],

@@ -21,7 +21,7 @@ from hf_paged.kernels.recurrent.delta_net import (
 from hf_paged.kernels.recurrent.gated_rms_norm import gated_rms_norm_reference, gated_rms_norm_triton
 from hf_paged.kernels.recurrent.mamba2 import MAX_GROUPS, Mamba2Weights, mamba2_reference, mamba2_triton
 from hf_paged.kernels.recurrent.packed_convolution import packed_convolution_reference, packed_convolution_triton
-from hf_paged.kernels.recurrent.packed_delta_rule import packed_delta_rule_triton
+from hf_paged.kernels.recurrent.packed_delta_rule import fits, packed_delta_rule_triton
 from hf_paged.models.recurrent import delta_net as delta_net_layers
 from hf_paged.models.recurrent import mamba2 as mamba2_layers
 
@@ -146,14 +146,16 @@ def of_size(size):
     return dict(zip(("heads", "group", "key_dim", "value_dim"), size, strict=True), device="cuda")
 
 
-@pytest.mark.parametrize("options", [{}, {"block": 16}, {"block": 64, "num_warps": 8}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("size", [*SIZES, (2, 1, 256, 64)])
-def test_packed_prompts_are_as_near_to_float64_as_the_reference(size, dtype, options):
+@pytest.mark.parametrize(("size", "dtype"), [
+    *((size, torch.bfloat16) for size in (*SIZES, (2, 1, 256, 64))), (SIZES[1], torch.float32),
+    (SIZES[2], torch.float32), (SIZES[2], torch.float16)])  # few: their kernels take seconds to compile
+def test_packed_prompts_are_as_near_to_float64_as_the_reference(size, dtype):
     torch.backends.cuda.matmul.allow_tf32 = False
+    if not fits(size[2], dtype, torch.device("cuda")):
+        pytest.skip("more shared memory than a block may have")
     case = packed(dtype, **of_size(size))
     mixed = mixed_of(case)
-    made, states = computed(packed_delta_rule_triton, case, mixed, **options)
+    made, states = computed(packed_delta_rule_triton, case, mixed)
     # Factors of 16 bits, of inputs of 8.
     assert_as_near(case, mixed, made, states, least=torch.finfo(dtype).eps / 256 if dtype == torch.bfloat16 else 2e-6)
 
@@ -167,7 +169,7 @@ def test_long_prompts_whose_states_hardly_decay(dtype):
     mixed = mixed_of(case)
     mixed[500:700, 512:1024] = mixed[500:501, 512:1024]
     made, states = computed(packed_delta_rule_triton, case, mixed)
-    assert_as_near(case, mixed, made, states, times=4.0, least=torch.finfo(dtype).eps / 64)
+    assert_as_near(case, mixed, made, states, times=4.0, least=1e-4 if dtype == torch.bfloat16 else 5e-6)
 
 
 @with_idiom

@@ -104,11 +104,13 @@ class RecurrentExecutor(DerivedExecutor):
     def _known_kernels(self) -> tuple[list[str], bool]:
         structure = self.watch.step_structure(self.model)
         if self._by_kernel is None or self._by_kernel[0] != structure:
-            why, file = self._why_not_kernels(self.kv_spec().device), type(self.decoder).__module__
+            spec, file = self.kv_spec(), type(self.decoder).__module__
+            why = self._why_not_kernels(spec.device)
             paths = [path for path, reason in why.items() if reason is None]
             layers = [self.decoder.get_submodule(path) for path in paths]
             packs = len(layers) == len({state.key[0] for state in self.outline.states}) and all(
-                delta_net.handles(layer) and type(layer).__module__ == file for layer in layers)
+                delta_net.handles(layer) and type(layer).__module__ == file
+                and delta_net.packs(layer, spec.compute_dtype, spec.device) for layer in layers)
             self._by_kernel = structure, paths, packs
         return self._by_kernel[1:]
 

@@ -15,7 +15,7 @@ from torch import nn
 from hf_paged.kernels.recurrent.delta_net import DeltaNetInputs, DeltaNetWeights, delta_net_unchecked, takes_sizes
 from hf_paged.kernels.recurrent.gated_rms_norm import gated_rms_norm_unchecked
 from hf_paged.kernels.recurrent.packed_convolution import packed_convolution_unchecked
-from hf_paged.kernels.recurrent.packed_delta_rule import DeltaGates, packed_delta_rule_unchecked, scratch_bytes
+from hf_paged.kernels.recurrent.packed_delta_rule import DeltaGates, fits, packed_delta_rule_unchecked, scratch_bytes
 from hf_paged.models.base import StateShape
 from hf_paged.models.recurrent.plain_weights import unlike_layers, unlike_states
 from hf_paged.models.recurrent.view import StateView
@@ -83,6 +83,11 @@ def prompts(layer: Any, hidden_states: torch.Tensor, cache: StateView, **_: Any)
     made = gated_rms_norm_unchecked(made, gate, layer.norm.weight, layer.norm.variance_epsilon)
     output: torch.Tensor = layer.out_proj(made[None])
     return output
+
+
+def packs(layer: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether `prompts` computes this layer of which `misfit` finds none."""
+    return fits(layer.head_k_dim, dtype, device)
 
 
 def token_bytes(layer: Any, dtype: torch.dtype) -> int:

@@ -141,6 +141,18 @@ def test_a_group_of_rows_with_one_beginning_goes_on_together(model, forwards):
         assert forwards[:2] == [[len(tail) - 1 for tail in tails], [1] * 4]
 
 
+def test_a_prompt_goes_on_from_the_state_that_another_of_its_step_saves(model, forwards):
+    """Where the cached blocks of the first one end, which no earlier prompt has saved."""
+    with PagedGenerator(model) as generator:
+        generator.generate([SYSTEM], max_new_tokens=1, do_sample=False)
+        del forwards[:]
+        prompts = [SYSTEM[:32] + tail for tail in (QUESTION, OTHER)]
+        completions = generator.generate(prompts, max_new_tokens=NEW, do_sample=False)
+        assert [one.num_cached_tokens for one in completions] == [0, 32]
+        assert [one.token_ids for one in completions] == greedy(model, prompts)
+        assert forwards[:3] == [[32], [13, 8], [1, 1]]
+
+
 def test_log_probabilities_of_prompts_are_stocks(model):
     with PagedGenerator(model, max_num_batched_tokens=64, max_num_seqs=4) as generator:
         completions = generator.generate(PROMPTS[:3], max_new_tokens=NEW, logprobs=True, prompt_logprobs=True)
@@ -166,6 +178,16 @@ def test_which_models_pack(monkeypatch):
     executor, _model = executor_of("Qwen3_5")
     executor.autocast = torch.bfloat16
     assert not executor.packs_prompts
+
+
+@pytest.mark.parametrize(("dtype", "packs"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_heads_that_do_not_fit_in_shared_memory_do_not_pack(dtype, packs, monkeypatch):
+    """Of a large GPU, which a CPU counts for."""
+    monkeypatch.setattr(recurrent_executor, "why_not_on", lambda device: None)
+    model = outlined(recurrent_model("Qwen3_5", linear_key_head_dim=256).to(dtype))
+    executor = find_executor(model)(model)
+    assert executor.why_not_kernels(model.device) is None
+    assert executor.packs_prompts is packs
 
 
 @pytest.mark.parametrize("change", [
@@ -206,7 +228,7 @@ def test_dry_runs_list_packed_prompts_which_change_no_row(model, forwards):
             work()
         assert all(map(torch.equal, tensors, before))
         sizes = [(*work.args, *work.keywords.values()) for work in found]
-        assert sizes == [(FULL_TILE, False), (FULL_TILE, True), *((1 << i,) for i in range(FULL_TILE.bit_length() - 1))]
+        assert sizes == [(FULL_TILE >> i, long) for i in range(FULL_TILE.bit_length()) for long in (False, True)]
         assert all("run_packed" not in work.func.__name__ for work in dry_runs(steps, 3))  # only decode rows to come
 
 
