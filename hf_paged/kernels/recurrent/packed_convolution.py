@@ -127,12 +127,16 @@ def _packed_convolution_kernel(
     begin, end = tl.load(starts + row), tl.load(starts + row + 1)
     start = begin + (tile - (begin // TOKENS + row)) * TOKENS
     if start < end:
-        # Without branches and remainders, behind which Triton forgets that addresses are aligned.
-        of_second, of_third = channel - FIRST, channel - (FIRST + SECOND)
-        x = tl.where(of_third < 0, second + of_second // SECOND_WIDTH * (second_run - SECOND_WIDTH) + of_second,
-                     third + of_third // THIRD_WIDTH * (third_run - THIRD_WIDTH) + of_third)
-        x = tl.where(of_second < 0, first + channel // FIRST_WIDTH * (first_run - FIRST_WIDTH) + channel, x)
-        stride = tl.where(of_second < 0, first_token, tl.where(of_third < 0, second_token, third_token)).to(tl.int64)
+        if channel < FIRST:
+            x = first + (channel // FIRST_WIDTH) * first_run + channel % FIRST_WIDTH
+            stride = first_token.to(tl.int64)
+        elif channel < FIRST + SECOND:
+            x = second + ((channel - FIRST) // SECOND_WIDTH) * second_run + (channel - FIRST) % SECOND_WIDTH
+            stride = second_token.to(tl.int64)
+        else:
+            within = channel - FIRST - SECOND
+            x = third + (within // THIRD_WIDTH) * third_run + within % THIRD_WIDTH
+            stride = third_token.to(tl.int64)
         lane = tl.arange(0, BLOCK)
         token = start + tl.arange(0, TOKENS)
         slot = tl.load(slots + row).to(tl.int64)
@@ -143,11 +147,10 @@ def _packed_convolution_kernel(
             at = token + (tap - TAPS + 1)
             inputs = tl.load(x + at[:, None] * stride + lane[None, :], mask=((at >= begin) & (at < end))[:, None],
                              other=0.0)
-            if start == begin:
-                is_known = (at < begin) & (at >= oldest)
-                inputs += tl.load(own[None, :] + (TAPS + at - begin)[:, None], mask=is_known[:, None], other=0.0)
+            is_known = (at < begin) & (at >= oldest)
+            earlier = tl.load(own[None, :] + (TAPS + at - begin)[:, None], mask=is_known[:, None], other=0.0)
             taps = tl.load(weight + (channel + lane) * TAPS + tap).to(tl.float32)
-            mixed += inputs.to(tl.float32) * taps[None, :]
+            mixed += tl.where((at < begin)[:, None], earlier, inputs).to(tl.float32) * taps[None, :]
         if HAS_BIAS:
             mixed += tl.load(bias + channel + lane).to(tl.float32)[None, :]
         mixed = silu(mixed.to(dtype).to(tl.float32), INTERPRETED).to(dtype)
@@ -173,7 +176,9 @@ def packed_convolution_triton(parts: Sequence[torch.Tensor], weight: torch.Tenso
     if not total:
         return out
     block = min(64, *(width & -width for width in widths))
-    strides = (stride for part in parts for stride in part.stride()[:2])
+    # The stride of a single token is any number.
+    strides = (stride for part, width in zip(parts, widths, strict=True)
+               for stride in (part.stride(0) if total > 1 else width, part.stride(1)))
     with on_device_of(out):
         _packed_convolution_kernel[(channels // block, total // tokens + len(rows.slots))](
             *parts, weight, weight if bias is None else bias, states, out, *rows, len(rows.slots), *strides,
