@@ -492,6 +492,11 @@ FED, SERVED_IMAGES = "integration/recognise/images.py", "server/images.py"
 GENERATOR_IMAGES_TESTS, SERVED_IMAGES_TESTS = "test_generator_images.py", "server/test_images.py"
 # Chats with images, of a generator and of the server.
 IMAGE_CHATS = [
+    PackageMutation(SERVED_IMAGES, "if max(image.size) > MOST_RATIO * min(image.size):", "if False:",
+                    SERVED_IMAGES_TESTS, "what_is_refused and thin"),
+    PackageMutation(SERVED_IMAGES, "and 0 < value <= own", "", SERVED_IMAGES_TESTS, "would_be_larger"),
+    PackageMutation("server/prompts.py", "if media := [name for name in MEDIA if part.get(name) is not None]:",
+                    "if media := []:", SERVED_IMAGES_TESTS, "what_is_refused and text"),
     PackageMutation("options/processors.py", 'if name == "content" and isinstance(value, tuple) else value',
                     "if False else value", GENERATOR_IMAGES_TESTS, "all_forms"),
     PackageMutation("options/prompts.py", "if prompt.has_images:", "if False:", GENERATOR_IMAGES_TESTS,
