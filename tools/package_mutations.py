@@ -466,6 +466,10 @@ IMAGE_PROMPTS = [
     PackageMutation("models/base.py", "if self.fed is not None and self.fed.seen:", "if False:", IMAGE_TESTS,
                     "each_call and gemma3"),
     PackageMutation("engine/session.py", "            fed=old.fed,\n", "", IMAGE_TESTS, "starts_again"),
+    PackageMutation(KNOWN_IMAGES, "                if version.numbers != self._numbers:", "                if False:",
+                    KNOWN_IMAGES_TESTS, "a_call_beside"),
+    PackageMutation("models/paged_calls.py", "_internal = PagedName(", " = PagedName(", IMAGE_TESTS,
+                    "attention_of"),
     PackageMutation(f"{IMAGES}/items.py", "torch.equal(_bits(part), _bits(other)) for", "True for", KNOWN_IMAGES_TESTS,
                     "not_believed"),
     PackageMutation(KNOWN_IMAGES, "if int(kept.checksum) != now:", "if False:", KNOWN_IMAGES_TESTS, "is_compared"),
@@ -488,6 +492,11 @@ FED, SERVED_IMAGES = "integration/recognise/images.py", "server/images.py"
 GENERATOR_IMAGES_TESTS, SERVED_IMAGES_TESTS = "test_generator_images.py", "server/test_images.py"
 # Chats with images, of a generator and of the server.
 IMAGE_CHATS = [
+    PackageMutation(SERVED_IMAGES, "if max(image.size) > MOST_RATIO * min(image.size):", "if False:",
+                    SERVED_IMAGES_TESTS, "what_is_refused and thin"),
+    PackageMutation(SERVED_IMAGES, "and 0 < value <= own", "", SERVED_IMAGES_TESTS, "would_be_larger"),
+    PackageMutation("server/prompts.py", "if media := [name for name in MEDIA if part.get(name) is not None]:",
+                    "if media := []:", SERVED_IMAGES_TESTS, "what_is_refused and text"),
     PackageMutation("options/processors.py", 'if name == "content" and isinstance(value, tuple) else value',
                     "if False else value", GENERATOR_IMAGES_TESTS, "all_forms"),
     PackageMutation("options/prompts.py", "if prompt.has_images:", "if False:", GENERATOR_IMAGES_TESTS,

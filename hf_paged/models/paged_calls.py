@@ -103,7 +103,7 @@ def paged_call(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
             with _lock.rlock:
                 _switched.setdefault(id(config), (config, []))[1].append(threading.get_ident())
                 held.append(config)
-                config._attn_implementation = PagedName(implementation_of(config))
+                config._attn_implementation_internal = PagedName(implementation_of(config))
         yield
     finally:
         for config in held:
@@ -111,7 +111,7 @@ def paged_call(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
                 threads = _switched[id(config)][1]
                 threads.remove(threading.get_ident())
                 if not threads:
-                    config._attn_implementation = implementation_of(config)
+                    config._attn_implementation_internal = implementation_of(config)
                     del _switched[id(config)]  # last: a forked child restores the name by it
 
 
@@ -220,7 +220,7 @@ def forget_other_threads() -> None:
     for key, (config, threads) in list(_switched.items()):
         threads[:] = [thread for thread in threads if thread == threading.get_ident()]
         if not threads:
-            config._attn_implementation = implementation_of(config)
+            config._attn_implementation_internal = implementation_of(config)
             del _switched[key]
 
 

@@ -26,7 +26,7 @@ OUTPUT = "output_token_ids"
 _ROLES = ("system", "developer", "user", "assistant")  # whose contents are text; a tool's may be data
 _OTHERS = "other roles"
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio", "file")
+MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio", "file")
 _IMAGES = ("image", "image_url")  # types of the parts that processors read as images
 _EXPECTED = "expected text parts, {'type': 'text', 'text': str}"
 _WITH_IMAGES = (f"{_EXPECTED}, and images, {{'type': 'image', 'image': image, path or URL}} or {{'type': 'image_url', "
@@ -228,7 +228,7 @@ def _has_images(chat: Sequence[Mapping[str, Any]], are_read: bool) -> bool:
     found = False
     for number, message in enumerate(chat):
         for place, part in enumerate(_parts(message) or () if message["role"] in _ROLES else ()):
-            media = [word for word in _MEDIA if word == part.get("type") or part.get(word) is not None] if isinstance(
+            media = [word for word in MEDIA if word == part.get("type") or part.get(word) is not None] if isinstance(
                 part, Mapping) else []
             if are_read and media and part.get("type") in _IMAGES and {*media} <= {*_IMAGES}:
                 found = True

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from transformers import processing_utils
 
 from hf_paged.options.chat_keywords import check_read, template_parameters
 from hf_paged.options.processors import Prompt, render
+from hf_paged.options.prompts import MEDIA
 from hf_paged.server.errors import RefusedRequestError, blaming
-from hf_paged.server.images import ImageReader
+from hf_paged.server.images import ImageReader, check_option
 from hf_paged.server.protocol import (
     EXPECTED_INPUT,
     EXPECTED_MESSAGES,
@@ -154,6 +155,8 @@ def _part(part: dict[str, Any], modalities: frozenset[str], images: ImageReader)
     if kind in _TEXT_PARTS:
         if not isinstance(part["text"], str):
             raise TypeError("text: expected a string")
+        if media := [name for name in MEDIA if part.get(name) is not None]:
+            raise RefusedRequestError(f"messages: {media[0]} in a part of type={kind!r}, expected a part of its own")
         return {"type": "text", "text": part["text"]}
     known = {name for name, (modality, _) in _PARTS.items() if modality in modalities}
     if kind not in known:
@@ -198,6 +201,8 @@ def check_for_model(served: ServedModel, body: ConversationBody) -> None:
         value, (expected, is_right) = given[name], _SETTABLE[name]
         if not is_right(value) or (name == "max_length" and given.get("truncation") is not True):
             raise RefusedRequestError(f"chat_template_kwargs: {name}={value!r:.200}, expected {expected}")
+    for name in sorted(_of_processor(processor, ("images",)) & given.keys()):
+        check_option(processor, name, given[name])
     for keywords, others in ((given, fields), (fields, given)):
         try:
             check_read(keywords, processor, others={**served.template_keywords, **others},
@@ -212,11 +217,15 @@ def _effort(body: ConversationBody) -> dict[str, Any]:
     return {} if body.effort is None else {"reasoning_effort": body.effort}
 
 
-def _of_processor(processor: Any) -> set[str]:
-    """Return the keywords of images, videos and audio that a processor accepts; empty for a tokenizer."""
+# The part of a processor that reads each modality.
+_READERS = {"images": "image_processor", "videos": "video_processor", "audio": "feature_extractor"}
+
+
+def _of_processor(processor: Any, modalities: Collection[str] = _READERS) -> set[str]:
+    """Return the keywords of those of these modalities that a processor reads; empty for a tokenizer."""
     if not isinstance(processor, processing_utils.ProcessorMixin):
         return set()
-    kinds = (processing_utils.ImagesKwargs, processing_utils.VideosKwargs, processing_utils.AudioKwargs)
     own = getattr(type(processor), "valid_processor_kwargs", processing_utils.ProcessingKwargs)
-    of_model = [kind for kind in own.__annotations__.values() if hasattr(kind, "__annotations__")]
-    return {name for kind in (*kinds, *of_model) for name in kind.__annotations__}
+    kinds = [kind for modality in modalities if hasattr(processor, _READERS[modality]) for kind in (
+        getattr(processing_utils, f"{modality.title()}Kwargs"), own.__annotations__.get(f"{modality}_kwargs"))]
+    return {name for kind in kinds for name in getattr(kind, "__annotations__", ())}

@@ -27,6 +27,7 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.session import Request, Session
+from hf_paged.models import paged_calls
 from hf_paged.models.images import recording
 from hf_paged.models.images.decoder_inputs import MASK
 from hf_paged.models.images.fed_prompt import DEEPSTACK, FedPrompt, FedRun
@@ -354,3 +355,24 @@ def test_a_request_that_starts_again_is_fed_the_same():
     request = Request.of(spec, Session(stream=True), vocab_size=9, max_model_len=9, on_weight_change="recompute")
     request.restart([3])
     assert request.sequence.fed is spec.fed
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3"])
+def test_attention_of_the_tower_is_its_own(name, monkeypatch):
+    """Before, after and in steps, beside which images of other threads run through the tower."""
+    model = seeing_model(name)
+    tower, text, seen = model.config.vision_config, model.config.text_config, []
+    tower._attn_implementation, text._attn_implementation = "eager", "sdpa"
+    call, stored = image_call(model, ONE) | NEW, paged_calls.store_kv
+    expected = stock_generate(model, **call)
+
+    def store(*args, **kwargs):
+        seen.append((text._attn_implementation, tower._attn_implementation))
+        return stored(*args, **kwargs)
+
+    monkeypatch.setattr(paged_calls, "store_kv", store)
+    hf_paged.enable(model, strict=True)
+    seen.clear()  # of the proof
+    assert_native_parity(model, expected, **call)
+    assert {*seen} == {(paged_calls.NAME, "eager")}
+    assert (text._attn_implementation, tower._attn_implementation) == ("sdpa", "eager")

@@ -167,6 +167,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "placeholder": (chat(f"a {MARKS[IMAGE]} ", image(1)), "messages, tools, chat_template_kwargs: expected"),
     "a video": ([{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}],
                 "type='video_url', expected what this model reads: image_url, input_image, "),
+    "thin": (chat(image(1, 1, 201)), "an image of 1 x 201 pixels, expected at most 200 times as many on one side"),
+    "in a text": ([{"role": "user", "content": [{"type": "text", "text": "x", "image_url": {"url": "http://x/y"}}]}],
+                  "messages: image_url in a part of type='text', expected a part of its own"),
     "too long": (chat("x" * 600, image(1)), "max_model_len"),
 }
 
@@ -181,6 +184,30 @@ def test_what_is_refused(server, stock, kind, stream):
         answer = ask(server, messages, 400, stream=stream)
         assert reason in answer["error"]["message"] and len(answer["error"]["message"]) <= 1000
         assert text_of(other.result()) == stock(ONE)[0]
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({"size": {"shortest_edge": 20_000}}, "at most the processor's own"),
+    ({"size": {"height": 8, "width": 8}}, "at most the processor's own"),
+    ({"size": 20_000}, "at most the processor's own"),
+    ({"crop_size": {"height": 17, "width": 16}}, "at most the processor's own"),
+    ({"pad_size": {"height": 20_000, "width": 20_000}}, "it left out"),
+    ({"device": "cuda"}, "it left out"),
+    ({"pad_to_multiple_of": 10**9}, "it left out"),
+], ids=repr)
+def test_options_with_which_an_image_would_be_larger(server, stock, options, expected):
+    """A client's options are within the processor's own settings, as images are within limits."""
+    answer = ask(server, ONE, 400, chat_template_kwargs=options)
+    name = next(iter(options))
+    assert f"chat_template_kwargs: {name}=" in answer["error"]["message"]
+    assert f"expected {expected}" in answer["error"]["message"]
+    assert text_of(ask(server, ONE)) == stock(ONE)[0]
+
+
+def test_options_within_the_processors_own(server, stock):
+    options = {"crop_size": {"height": 16, "width": 16}, "image_mean": [0.9, 0.1, 0.4], "rescale_factor": 0.01}
+    expected = stock(ONE, template=options)[0]
+    assert text_of(ask(server, ONE, chat_template_kwargs=options)) == expected != stock(ONE)[0]
 
 
 def test_what_the_models_own_code_refuses(server, monkeypatch):

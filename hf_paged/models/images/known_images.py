@@ -37,11 +37,18 @@ class _Made(NamedTuple):
     encoded: dict[int, Encoded]  # by the image's place
 
 
+class _Version(NamedTuple):
+    """What a model was before it encoded images."""
+
+    numbers: Hashable
+    checksum: torch.Tensor
+
+
 class _Kept(NamedTuple):
     parts: tuple[torch.Tensor, ...]  # of the arguments
     form: Form
     encoded: Encoded
-    checksum: torch.Tensor  # of the model before it encoded the image
+    checksum: torch.Tensor  # `_Version.checksum`
 
     @property
     def num_bytes(self) -> int:
@@ -123,15 +130,15 @@ class KnownImages:
             return method(**items.arguments)
 
         keys: list[Hashable] = [(kind, key) for key in items.keys]
-        checksum = self._checksum()
+        version = self._version()
         first = _first_equal(keys, items)
-        known = self._find({item: keys[item] for item in set(first)}, items, checksum)
+        known = self._find({item: keys[item] for item in set(first)}, items, version)
         left = [item for item, equal in enumerate(first) if equal == item and item not in known]
         if len(left) == len(items) or kind in self._random:
             before = _generators(items.device)
             output = whole()
             if (made := self._made(kind, output, items, before)) is not None:
-                self._keep(keys, made, items, left, checksum)
+                self._keep(keys, made, items, left, version)
             return output
         ours = self._of_others(method, kind, items, left, known)
         if ours is not None and kind not in self._proved:
@@ -139,7 +146,7 @@ class KnownImages:
         if ours is None or not self._proved[kind]:
             return whole()
         self._count(0, len(items) - len(left))
-        self._keep(keys, ours, items, left, checksum)
+        self._keep(keys, ours, items, left, version)
 
         def further() -> Any:  # this class reads more of an output than is kept of images
             self._proved[kind] = False
@@ -196,9 +203,9 @@ class KnownImages:
             self.num_encoded += num_encoded
             self.num_reused += num_reused
 
-    def _checksum(self) -> torch.Tensor | None:
-        """Start a checksum of the model, and forget images if it is known to have changed; returns None if nothing is
-        ever kept."""
+    def _version(self) -> _Version | None:
+        """Return what the model is for a call of this thread, and forget images if it is known to have changed; None
+        if nothing is ever kept."""
         if not self._most_bytes:
             return None
         executor, device = self._executor, self._executor.source.device.type
@@ -209,17 +216,19 @@ class KnownImages:
                 self.clear()
                 self._numbers = numbers
             tensors = executor.tensors()
-            return self._plan([*tensors.weights, *tensors.buffers])
+            return _Version(numbers, self._plan([*tensors.weights, *tensors.buffers]))
 
-    def _find(self, keys: dict[int, Hashable], items: Items, checksum: torch.Tensor | None) -> dict[int, _Kept]:
+    def _find(self, keys: dict[int, Hashable], items: Items, version: _Version | None) -> dict[int, _Kept]:
         """Return what is kept of images, by their places in the call; forgets what another model made."""
         found: dict[int, _Kept] = {}
         with self._lock.rlock:
+            if version is None or version.numbers != self._numbers:  # of another thread
+                return found
             numbers: dict[Hashable, list[int]] = {}
             for key, number in self._kept:
                 numbers.setdefault(key, []).append(number)
             entries = [(item, (key, number)) for item, key in keys.items() for number in numbers.get(key, ())]
-            now = int(checksum) if checksum is not None and entries else None
+            now = int(version.checksum) if entries else None
             for item, entry in entries:
                 if (kept := self._kept.get(entry)) is None or item in found:
                     continue
@@ -231,15 +240,17 @@ class KnownImages:
         return found
 
     def _keep(self, keys: list[Hashable], made: _Made, items: Items, left: list[int],
-              checksum: torch.Tensor | None) -> None:
+              version: _Version | None) -> None:
         """Keep what was made of the images `left`."""
-        if checksum is None:
+        if version is None:
             return
         for key, item in ((keys[item], item) for item in left):
             # Memory of their own: they are parts of those of a batch.
             own = tuple(part.clone() for part in items.parts(item))
-            kept = _Kept(own, made.form, made.encoded[item].map(torch.clone), checksum)
+            kept = _Kept(own, made.form, made.encoded[item].map(torch.clone), version.checksum)
             with self._lock.rlock:
+                if version.numbers != self._numbers:
+                    return
                 self._last += 1
                 self._kept[key, self._last] = kept
                 self.num_bytes += kept.num_bytes

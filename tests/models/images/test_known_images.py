@@ -193,6 +193,43 @@ def test_autocast_of_the_thread():
     assert case.run(A) == [[1]]
 
 
+class Casting(Body):
+    """Its rows have autocast's dtype; ``beside`` runs in every call."""
+
+    def beside(self) -> None:
+        pass
+
+    def rows(self, pixels: torch.Tensor) -> torch.Tensor:
+        self.beside()
+        is_cast = torch.is_autocast_enabled("cpu")
+        return super().rows(pixels).to(torch.get_autocast_dtype("cpu") if is_cast else pixels.dtype)
+
+
+def test_a_call_beside_under_another_autocast():
+    """What a call without autocast makes is not kept for those under it, though one began in the meantime."""
+    case = Case(Casting())
+    case.run(C)
+    case.run(C)
+
+    def dtype_of(image: torch.Tensor) -> torch.dtype:
+        with torch.no_grad():
+            encode = case.known.view(case.model, "model").model.get_image_features
+            return encode(image[None]).pooler_output.dtype
+
+    def under_autocast(image: torch.Tensor) -> torch.dtype:
+        with torch.autocast("cpu", torch.bfloat16):
+            return dtype_of(image)
+
+    def once() -> None:
+        del case.body.beside
+        other = threading.Thread(target=under_autocast, args=(B,))
+        other.start()
+        other.join()
+
+    case.body.beside = once
+    assert dtype_of(A) == torch.float32 and under_autocast(A) == torch.bfloat16
+
+
 def test_the_image_used_the_longest_ago_goes_first():
     case = Case(most_bytes=2 * 3 * A.nbytes)
     case.run(A)
