@@ -19,6 +19,8 @@ from support import assert_native_tokens, batch, random_prompts, stock_copy
 from transformers import LogitsProcessorList
 
 import hf_paged
+from hf_paged.models import find_executor
+from hf_paged.models.tuners import inside_wrappers
 
 SCALE = 0.3
 lora = partial(with_expert_adapter, scale=SCALE)
@@ -144,6 +146,17 @@ def test_log_probabilities_are_stocks(name):
                 wanted = logits[:-1].log_softmax(-1).gather(1, tokens)[:, 0].tolist()
                 assert completion.prompt_logprobs[1:] == pytest.approx(wanted[: len(prompt) - 1], abs=1e-5)
                 assert completion.logprobs == pytest.approx(wanted[len(prompt) - 1 :], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_the_room_of_a_step_counts_the_sums_of_one_block(name):
+    """And not the columns of LoRA's matrices, which no token has."""
+    model = model_of(name)
+    before = find_executor(model)(model).step_bytes(100, 1)
+    wrapped = lora(model, r=64)
+    inner = inside_wrappers(model.model.layers[0].mlp.experts)
+    sums = inner.gate_up_proj.nbytes + inner.down_proj.nbytes
+    assert find_executor(wrapped.get_base_model())(model).step_bytes(100, 1) - before == sums
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
