@@ -24,7 +24,7 @@ def updates_of(experts: Any) -> dict[str, ExpertUpdate] | str:
     inner = inside_wrappers(experts)
     for wrapper in wrappers_of(experts):
         if merged_but_off(wrapper):
-            return "the LoRA of experts is merged and switched off"
+            return "the LoRA of experts has merged adapters, and is switched off"
         if not (names := active_adapters(wrapper)):
             continue
         name = wrapper.parameter_name

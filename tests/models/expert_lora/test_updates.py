@@ -94,7 +94,7 @@ def merge_and_switch_off(wrapped, wrapper):
 
 
 CHANGES = {
-    "merged and switched off": merge_and_switch_off,
+    "merged adapters, and is switched off": merge_and_switch_off,
     "2 active adapters": lambda wrapped, wrapper: wrapped.base_model.set_adapter(["default", "second"]),
     "other tensors than": lambda wrapped, wrapper: setattr(
         wrapper.lora_A["default"], "weight", nn.Parameter(wrapper.lora_A["default"].weight[:-1])),
