@@ -558,7 +558,7 @@ MODELS = [
     PackageMutation(FOLDING, "if wrapper.disable_adapters or wrapper.merged:", "if wrapper.disable_adapters:",
                     FOLDING_TESTS, "every_state"),
     PackageMutation(FOLDING, "for name in names[1:]:", "for name in ():", FOLDING_TESTS, "every_state"),
-    PackageMutation("models/tuners.py", " and not wraps_experts(layer):", ":", PEFT_EXPERTS_TESTS, "rows_of_their_own"),
+    PackageMutation("models/tuners.py", " and kind != WRAPPER:", ":", PEFT_EXPERTS_TESTS, "rows_of_their_own"),
     PackageMutation("models/executor.py", "{**self._folded_forwards(), **forwards}", "{**forwards}",
                     PEFT_EXPERTS_TESTS, "trained_adapters and gpt"),
     PackageMutation("kernels/experts/fold.py", "(scale * update).to(w.dtype).to(tl.float32)", "scale * update",

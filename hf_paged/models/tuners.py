@@ -111,9 +111,10 @@ def why_not_row(layers: Iterable[tuple[str, Any]], name: str) -> Reason | None:
                           remedy="Call `unmerge_adapter()`: what is merged is part of every row.")
         if is_saved(layer) and not {name, *layer.active_adapters} <= {BASE, *adapters_of(layer)}:
             return Reason("{} has no copy of an adapter that is named or active", path, remedy=ONE_AT_A_TIME)
-        if name not in adapters_of(layer) and not wraps_experts(layer):  # which run for all rows of a step
+        kind = called_name(layer)
+        if name not in adapters_of(layer) and kind != WRAPPER:  # which runs for all rows of a step, or for none
             continue
-        if (kind := called_name(layer)) not in _ROW_BY_ROW:
+        if kind not in _ROW_BY_ROW:
             return Reason("{} is a {}, which is not run for single rows", path, kind, remedy=ONE_AT_A_TIME)
         if name in vars(layer).get("lora_variant", ()):
             return Reason("adapter {} is a {} in {}", repr(name), type(layer.lora_variant[name]).__name__, path,

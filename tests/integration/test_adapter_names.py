@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from family_models import VARIANTS, family_model
+from outlines import outlined
 from support import (
     HostMemory,
     assert_falls_back,
@@ -99,6 +100,24 @@ def test_kinds_of_lora(kind):
     expected = wrapped.generate(**INPUTS, **OPTIONS, adapter_names=names)
     hf_paged.enable(wrapped, strict=True)
     assert_native_tokens(wrapped, expected, INPUTS, **OPTIONS, adapter_names=names)
+
+
+@pytest.mark.parametrize("name", ["two", "__base__"])
+def test_a_request_whose_rows_pefts_layers_refuse_harms_no_other(name):
+    """Weights of linear layers among `target_parameters` of another adapter than the one that is named."""
+    wrapped = with_adapter(outlined(family_model("mixtral")), "one", 5, ("o_proj",),
+                           target_parameters=["q_proj.weight"])
+    with_adapter(wrapped, "two", 6, ("v_proj",))
+    model, options = wrapped.get_base_model(), GenerationConfig(**OPTIONS, do_sample=False)
+    expected = wrapped.generate(torch.tensor([[5, 6, 7]]), options)[0, 3:].tolist()
+    engine = hf_paged.get_engine(hf_paged.enable(model))
+    engine.add_request([5, 6, 7], options)
+    with pytest.raises(ValueError, match=r"q_proj is a .*ParamWrapper, which is not run for single rows"):
+        engine.add_request([5, 6, 7], options, adapter_name=name)
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    assert outputs[-1].completion.token_ids == expected
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 
 import peft
 import pytest
@@ -15,8 +16,11 @@ from lora_models import ALL_LINEAR, EXPERTS, randomize, with_adapter, with_exper
 from outlines import outlined
 from peft.tuners.lora.layer import ParamWrapper
 from support import assert_native_tokens, batch, random_prompts, stock_copy
+from transformers import LogitsProcessorList
 
 import hf_paged
+from hf_paged.models import find_executor
+from hf_paged.models.tuners import inside_wrappers
 
 SCALE = 0.3
 lora = partial(with_expert_adapter, scale=SCALE)
@@ -145,6 +149,17 @@ def test_log_probabilities_are_stocks(name):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_the_room_of_a_step_counts_the_sums_of_one_block(name):
+    """And not the columns of LoRA's matrices, which no token has."""
+    model = model_of(name)
+    before = find_executor(model)(model).step_bytes(100, 1)
+    wrapped = lora(model, r=64)
+    inner = inside_wrappers(model.model.layers[0].mlp.experts)
+    sums = inner.gate_up_proj.nbytes + inner.down_proj.nbytes
+    assert find_executor(wrapped.get_base_model())(model).step_bytes(100, 1) - before == sums
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_enabled_first_and_wrapped_later(name):
     model = model_of(name)
     expected = generated(lora(stock_copy(model)), inputs := batch([40, 7]))
@@ -198,6 +213,27 @@ def test_merged_adapters_that_are_switched_off_go_to_stock():
         with pytest.warns(hf_paged.FallbackWarning, match="is merged into .*, whose adapters are switched off"):
             found = generated(wrapped, inputs)
         assert_native_tokens(wrapped, found, inputs, **OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_adapters_that_a_processor_merges_and_switches_off(name):
+    """In the midst of a call: the next forward takes them out of the weights, as PEFT's does."""
+    def processor(model):
+        changes = {2: model.merge_adapter, 4: model.base_model.disable_adapter_layers}
+        counts = count(1)
+
+        def process(ids, scores):
+            changes.get(next(counts), lambda: None)()
+            return scores
+
+        return LogitsProcessorList([process])
+
+    wrapped, inputs = lora(model_of(name)), batch([9, 4])
+    copied = stock_copy(wrapped)
+    expected = generated(copied, inputs, logits_processor=processor(copied))
+    hf_paged.enable(wrapped, strict=True)
+    assert torch.equal(generated(wrapped, inputs, logits_processor=processor(wrapped)), expected)
+    assert not any(module.merged for module in wrapped.modules() if type(module) is ParamWrapper)
 
 
 def test_a_patched_wrapper_goes_to_stock(monkeypatch):

@@ -132,11 +132,6 @@ class RecurrentExecutor(DerivedExecutor):
             why = f"autocast to {self.autocast}"
         return {path: why or kind.misfit(layer, spec.states, spec.compute_dtype) for path, layer, kind in layers}
 
-    def why_not_experts(self, device: torch.device) -> str | None:
-        blocks = (module for module in self.decoder.modules() if module._modules.get("experts") is not None)
-        reasons = [super().why_not_experts(device), *("the model keeps recurrent states" for _ in blocks)]
-        return next((reason for reason in reasons if reason is not None), None)
-
     def why_not_kernels(self, device: torch.device) -> str | None:
         """Return why some layer with a state would run by its own module in decode steps on a device, or None."""
         found = self._why_not_kernels(device)

@@ -33,6 +33,11 @@ def active_adapters(wrapper: Any) -> list[str]:
     return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
+def merged_but_off(wrapper: Any) -> bool:
+    """Return whether a forward of the wrapper would take its merged adapters out of the weight."""
+    return bool(wrapper.disable_adapters and wrapper.merged)
+
+
 def outermost_wrappers(modules: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Return those modules, with their paths, that are the outermost wrapper around some experts."""
     found = [(path, module) for path, module in modules if wraps_experts(module)]
@@ -49,7 +54,7 @@ def why_not_wrapped(modules: Iterable[tuple[str, Any]]) -> Reason | None:
         if "forward" in vars(inside_wrappers(outermost)):  # a kernel's, which would read the weights without the sums
             return Reason("{} of {} is replaced", "the forward", path, remedy=UNDO_REPLACEMENT)
         for wrapper in wrappers:
-            if wrapper.disable_adapters and wrapper.merged:  # PEFT's forward takes them out of the weight
+            if merged_but_off(wrapper):
                 return Reason("{} is merged into {}, whose adapters are switched off",
                               ", ".join(wrapper.merged_adapters), path,
                               remedy="Call `unmerge_adapter()`: what is merged is part of every row.")
@@ -97,6 +102,8 @@ def folded_forward(experts: Any) -> Callable[..., Any]:
         return experts.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        for wrapper in filter(merged_but_off, wrappers_of(experts)):  # since the call began
+            wrapper.unmerge()
         inner = inside_wrappers(experts)
         view: Any = object.__new__(type(inner))
         view.__dict__.update(vars(inner))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_paged.kernels.experts.fold import MOST_RANK, ExpertUpdate
-from hf_paged.models.expert_lora.folding import active_adapters, wrappers_of
+from hf_paged.models.expert_lora.folding import active_adapters, merged_but_off, wrappers_of
 from hf_paged.models.layer_ops import is_plain_linear
 from hf_paged.models.tuners import inside_wrappers
 
@@ -23,6 +23,8 @@ def updates_of(experts: Any) -> dict[str, ExpertUpdate] | str:
     found: dict[str, ExpertUpdate] = {}
     inner = inside_wrappers(experts)
     for wrapper in wrappers_of(experts):
+        if merged_but_off(wrapper):
+            return "the LoRA of experts has merged adapters, and is switched off"
         if not (names := active_adapters(wrapper)):
             continue
         name = wrapper.parameter_name

@@ -88,7 +88,13 @@ def test_parts_are_those_of_the_present_adapters():
         assert one.is_same(read()) and module._current(block, one) is one
 
 
+def merge_and_switch_off(wrapped, wrapper):
+    wrapped.merge_adapter()
+    wrapped.base_model.disable_adapter_layers()
+
+
 CHANGES = {
+    "merged adapters, and is switched off": merge_and_switch_off,
     "2 active adapters": lambda wrapped, wrapper: wrapped.base_model.set_adapter(["default", "second"]),
     "other tensors than": lambda wrapped, wrapper: setattr(
         wrapper.lora_A["default"], "weight", nn.Parameter(wrapper.lora_A["default"].weight[:-1])),

@@ -8,7 +8,7 @@ from recurrent_models import outlined, recurrent_model, with_idiom
 from support import assert_native_parity, batch
 
 import hf_paged
-from hf_paged.models import experts
+from hf_paged.models import experts, find_executor
 from hf_paged.models.experts import ExpertsParts
 
 pytestmark = with_idiom
@@ -27,6 +27,7 @@ def test_kernels_give_stocks_tokens(name, monkeypatch):
     monkeypatch.setattr(ExpertsParts, "products", counted)
     model = outlined(recurrent_model(name).to(torch.float16))
     hf_paged.enable(model, strict=True)
+    assert find_executor(model)(model).why_not_experts(torch.device("cpu")) is None
     expected = assert_native_parity(model, **batch([30, 17, 9]), max_new_tokens=6)
     assert {3, 29, 16, 8} <= set(rows)  # a prompt's last token is computed with the rows
     rows.clear()
