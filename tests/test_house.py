@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_paged"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES, MOST_FILES = 55_064, 326
+MOST_LINES, MOST_FILES = 57_235, 340
 # A file of more lines is several ideas. Those that are: what they may have at most.
 MOST_LINES_OF_A_FILE = 700
 LONG_FILES: dict[str, int] = {}
@@ -33,7 +33,7 @@ PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 MOST_WORDS_OF_DOCS = 38_650
 MOST_WORDS_OF_A_DESIGN_PAGE = 450
 MOST_WORDS = {
-    "README.md": 700, "CONTRIBUTING.md": 1_500, "CHANGELOG.md": 1_000, "docs/adapters.md": 475, "docs/api.md": 5_260,
+    "README.md": 700, "CONTRIBUTING.md": 1_500, "CHANGELOG.md": 1_000, "docs/adapters.md": 475, "docs/api.md": 5_262,
     "docs/architecture.md": 2_000, "docs/async.md": 525, "docs/callers.md": 1_000, "docs/command_line.md": 440,
     "docs/data_parallel.md": 550, "docs/design/guards.md": 650,
     "docs/extending.md": 1_560, "docs/from_vllm.md": 1_300, "docs/metrics.md": 675,
@@ -41,7 +41,7 @@ MOST_WORDS = {
     "docs/notebook.md": 1_500, "docs/observing.md": 650, "docs/options.md": 700, "docs/parallel.md": 500,
     "docs/performance.md": 1_500, "docs/reinforcement_learning.md": 1_100, "docs/server.md": 1_025,
     "docs/server_fields.md": 1_025, "docs/sharded_trainers.md": 550, "docs/structured.md": 775,
-    "docs/troubleshooting.md": 2_690,
+    "docs/troubleshooting.md": 2_693,
 }
 # The figures have a time; every other page is of today.
 DATED = {"docs/performance.md"}

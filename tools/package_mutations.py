@@ -514,9 +514,8 @@ IMAGE_CHATS = [
     PackageMutation("engine/request_checks.py", "if is_before and {adapter}", "if False and {adapter}",
                     GENERATOR_IMAGES_TESTS, "adapters_by_prompt"),
     PackageMutation(SERVED_IMAGES,
-                    '            self._take("image_pixels", image.width * image.height, "pixels in its images")\n'
-                    "            image.load()\n",
-                    "            image.load()\n"
+                    '            self._take("image_pixels", image.width * image.height, "pixels in its images")\n',
+                    '            image.load()\n'
                     '            self._take("image_pixels", image.width * image.height, "pixels in its images")\n',
                     SERVED_IMAGES_TESTS, "before_pixels"),
     PackageMutation(SERVED_IMAGES, "formats=FORMATS", "formats=None", SERVED_IMAGES_TESTS, "refused and format"),
