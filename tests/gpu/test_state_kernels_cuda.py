@@ -26,6 +26,8 @@ from hf_paged.models.recurrent import delta_net as delta_net_layers
 from hf_paged.models.recurrent import mamba2 as mamba2_layers
 
 pytestmark = pytest.mark.gpu
+# Not what engines run: `delta_net.packs` leaves it out.
+NOT_RUN = pytest.mark.xfail(run=False, reason="kernels of packed prompts had CUDA errors with some sizes or dtypes")
 SIZES = [(16, 1, 128, 128), (16, 2, 128, 128), (2, 2, 16, 32), (3, 3, 64, 32)]  # heads of keys, of values each, K, V
 
 
@@ -128,8 +130,11 @@ def test_many_tokens_one_after_another():
     torch.testing.assert_close(found.recurrent, expected.recurrent, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("size", SIZES)
+PACKED = [pytest.param(size, dtype, marks=() if dtype.itemsize == 2 and size[2:] == (128, 128) else NOT_RUN)
+          for size in (*SIZES, (2, 1, 256, 64)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+
+
+@pytest.mark.parametrize(("size", "dtype"), PACKED)
 def test_packed_prompts_are_convolved_and_normed_as_by_the_references(size, dtype):
     case = packed(dtype, **of_size(size))
     expected, found = case.conv.clone(), case.conv.clone()
@@ -146,9 +151,7 @@ def of_size(size):
     return dict(zip(("heads", "group", "key_dim", "value_dim"), size, strict=True), device="cuda")
 
 
-@pytest.mark.parametrize(("size", "dtype"), [
-    *((size, torch.bfloat16) for size in (*SIZES, (2, 1, 256, 64))), (SIZES[1], torch.float32),
-    (SIZES[2], torch.float32), (SIZES[2], torch.float16)])  # few: their kernels take seconds to compile
+@pytest.mark.parametrize(("size", "dtype"), PACKED)
 def test_packed_prompts_are_as_near_to_float64_as_the_reference(size, dtype):
     torch.backends.cuda.matmul.allow_tf32 = False
     if not fits(size[2], dtype, torch.device("cuda")):
@@ -160,7 +163,7 @@ def test_packed_prompts_are_as_near_to_float64_as_the_reference(size, dtype):
     assert_as_near(case, mixed, made, states, least=torch.finfo(dtype).eps / 256 if dtype == torch.bfloat16 else 2e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=NOT_RUN), torch.bfloat16])
 def test_long_prompts_whose_states_hardly_decay(dtype):
     """And keys that are all alike for a while."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -183,7 +186,6 @@ def test_engines_run_by_them(name, enforce_eager, monkeypatch):
         own = getattr(module, op)
         monkeypatch.setattr(module, op, lambda *args: (seen.append(op), own(*args))[1])
 
-    monkeypatch.setattr(delta_net_layers, "packs", lambda layer, dtype, device: True)  # also in fp32, and small heads
     watch(delta_net_layers, "delta_net_unchecked")
     watch(delta_net_layers, "packed_delta_rule_unchecked")
     watch(mamba2_layers, "mamba2_unchecked")
@@ -200,5 +202,5 @@ def test_engines_run_by_them(name, enforce_eager, monkeypatch):
     expected = stock_generate(model, **inputs, max_new_tokens=24)
     for _ in range(2):
         assert_native_parity(model, expected, **inputs, max_new_tokens=24)
-    assert len(set(seen)) == (2 if name.startswith("Qwen") else 1)
+    assert len(set(seen)) == 1  # prompts in fp32 are not packed
     assert hf_paged.get_engine(model)._executor.why_not_kernels(model.device) is None
