@@ -278,10 +278,11 @@ def test_nothing_is_set_on_the_model(qwen):
     try:
         with PagedGenerator(*qwen) as generator:
             before = {name: dict(vars(module)) for name, module in model.named_modules()}
-            config = model.generation_config.to_dict()
+            config, known = model.generation_config.to_dict(), {id(one) for one in ENGINES}  # some of earlier tests
             generator.generate(ONE, **NEW)
             assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
-            assert model.generation_config.to_dict() == config and [*ENGINES] == [model]
+            assert model.generation_config.to_dict() == config
+            assert id(model) in known and {id(one) for one in ENGINES} <= known
     finally:
         hf_paged.uninstall()
 

@@ -114,6 +114,12 @@ def test_one_function_forks_the_process_of_the_tests():
     assert found == {"support.py"}
 
 
+def test_modules_of_tests_have_names_of_their_own():
+    """By which pytest imports them: of two it collects one."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def words(page: Path) -> int:
     return len(page.read_text().split())
 

@@ -11,7 +11,7 @@ import pytest
 from support import byte_tokenizer, tiny_model
 
 from hf_paged import PagedGenerator
-from hf_paged.options.prompts import _MEDIA, is_chat, prompt_ids, readable_chat
+from hf_paged.options.prompts import MEDIA, is_chat, prompt_ids, readable_chat
 
 JOINED = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] + '|' }}{% endfor %}"
 WRITTEN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"  # a list as Python writes it
@@ -167,7 +167,7 @@ def test_parts_in_every_call(generator):
 
 
 @pytest.mark.parametrize("template", [JOINED, BOTH])
-@pytest.mark.parametrize("kind", _MEDIA)
+@pytest.mark.parametrize("kind", MEDIA)
 def test_what_is_no_text_is_refused_by_name(template, kind):
     tokenizer = tokenizer_with(template)
     for part in ({"type": kind, kind: "x"}, {kind: {"url": "x"}}, {"type": "text", "text": "t", kind: "x"}):

@@ -11,8 +11,8 @@ from typing import Any
 from hf_paged.options.structured import STRUCTURAL_TAG, Structured, choices_as_grammar
 
 STACK_BYTES = 4 << 20  # stack of a compilation; a thread that compiles an accepted form again has twice as much
-# Types of expressions in xgrammar's serialized grammars of this layout.
-_LAYOUT = "v16"
+# Types of expressions in xgrammar's serialized grammars of these layouts, of 0.2.8 and 0.2.9.
+_LAYOUTS = "v16", "v18"
 _RULE, _SEQUENCE, _CHOICES, _REPEAT = 4, 5, 6, 8
 
 
@@ -61,7 +61,7 @@ def has_text(serialized: str) -> bool:
     """
     try:
         made = json.loads(serialized)
-        if made["__VERSION__"] != _LAYOUT:
+        if made["__VERSION__"] not in _LAYOUTS:
             return True
         data, bodies = made["grammar_expr_data"], [rule[1] for rule in made["rules"]]
         needs: list[int] = []  # for each expression, how many of its parts still have to produce a text

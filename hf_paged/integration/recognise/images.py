@@ -55,7 +55,7 @@ def fed_prompt(engine: Engine, ids: list[int], inputs: Mapping[str, Any], max_ne
     if (reason := engine.images_reason(adapter)) is not None:
         return reason
     model = engine.model
-    input_ids: Any = torch.tensor([ids], device=model.device)
+    input_ids: Any = torch.tensor([ids], dtype=torch.int64, device=model.device)
     prepared = _prepared(engine, input_ids, on_device(model, given))
     rows = paged_rows(engine, DecodingInputs(
         input_ids, LogitsProcessorList(), StoppingCriteriaList(), GenerationConfig(), False, prepared))

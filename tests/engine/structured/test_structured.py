@@ -495,10 +495,11 @@ def test_a_request_that_fails_hands_out_no_token_of_the_failing_step(generator, 
     {"json_schema": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
 ], ids=str)
 def test_a_form_that_no_output_has_is_refused_before_anything_runs(generator, form):
+    why = r"no output that ends has this form|Circular \$ref chain"  # from xgrammar 0.2.9 on
     for _ in range(2):
-        with pytest.raises(ValueError, match="no output that ends has this form"):
+        with pytest.raises(ValueError, match=why):
             generator.generate(PROMPTS[:1], structured=form, **GREEDY)
-    with pytest.raises(ValueError, match="no output that ends has this form"):
+    with pytest.raises(ValueError, match=why):
         generator.model.generate(torch.tensor(PROMPTS[:1]), structured=form, tokenizer=TOKENIZER, max_new_tokens=2)
     assert generator.engine.stats().num_steps == 0
 
