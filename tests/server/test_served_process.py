@@ -94,7 +94,8 @@ def test_a_form_that_is_too_large_is_refused_at_once(server):
 @pytest.mark.parametrize("schema", [{"$ref": "#"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}])
 def test_a_form_that_no_output_has_is_refused(server, schema):
     reason, _ = refused(server, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
-    assert "no output that ends has this form" in reason
+    # xgrammar has an error of its own for the first from 0.2.9 on
+    assert "no output that ends has this form" in reason or "Circular $ref chain" in reason
 
 
 @pytest.mark.parametrize("stream", [False, True])
