@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -76,3 +77,20 @@ def outlined(model: PreTrainedModel, whole_prompts: bool = False, *, tries_preci
                                    states=layout.states, whole_prompts=whole_prompts, dtype=dtype,
                                    precisions={} if tries_precisions else None)
     return model
+
+
+def poison(engine: Any) -> None:
+    """NaN in all slots: what no running row has written is never read."""
+    for tensor in engine._core.runner.cache.states._tensors.values():
+        tensor.fill_(float("nan"))
+
+
+def run(engine: Any, config: Any, coming: Sequence[list[int]] = ()) -> dict[str, list[int]]:
+    """All tokens by request; `coming` are prompts, with this config, of which each further step gets one."""
+    prompts, tokens = list(coming), {}
+    while engine.has_unfinished() or prompts:
+        if prompts:
+            engine.add_request(prompts.pop(0), config)
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens

@@ -6,17 +6,11 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from types import SimpleNamespace
-from typing import Any
 
 import torch
-import triton
-from pretended_gpu import Driver, OnGpu, pretend
-from triton.backends.compiler import GPUTarget
+from compiled_for import asked_for, pretend_to_be
+from pretended_gpu import OnGpu
 
 from hf_paged.kernels.experts.down import _down_kernel, down_triton
 from hf_paged.kernels.experts.fold import ExpertUpdate
@@ -24,27 +18,6 @@ from hf_paged.kernels.experts.gate_up import ExpertsConfig, ExpertWeights, _gate
 from hf_paged.kernels.experts.route import Routes, grouped
 
 WIDTH, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B's
-
-
-def pretend_to_be_an_h100() -> None:
-    pretend()
-    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
-    Driver.get_current_target = lambda self: GPUTarget("cuda", 90, 32)  # type: ignore[method-assign]
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.get_device_properties = lambda device=None: properties
-
-
-def asked_for(kernel: Any) -> dict[str, int]:
-    """What the newest compiled variant needs: a thread's registers and bytes of stack (spilled ones), shared memory."""
-    compiled = list(kernel.device_caches[0][0].values())[-1]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {name.lower(): int(re.search(rf"{name}:(\d+)", usage)[1])  # type: ignore[index]
-             for name in ("REG", "STACK")}
-    return found | {"shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps}
 
 
 def weights_of(rows: int, columns: int, rank: int, adapters: str, *, transposed: bool) -> ExpertWeights:
@@ -72,6 +45,6 @@ def run(rows: int, rank: int, adapters: str = "float32", transposed: bool = Fals
 
 
 if __name__ == "__main__":
-    pretend_to_be_an_h100()
+    pretend_to_be(90)
     for argument in sys.argv[1:]:
         print(json.dumps(run(**json.loads(argument))), flush=True)

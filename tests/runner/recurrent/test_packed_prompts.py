@@ -9,7 +9,7 @@ import pytest
 import torch
 from derived_models import assert_scored_as_stock
 from planned_torch import PlannedTorch
-from recurrent_models import outlined, recurrent_model, with_idiom
+from recurrent_models import outlined, poison, recurrent_model, run, with_idiom
 from support import left_padded, random_prompts, stock_generate
 from transformers import GenerationConfig
 
@@ -65,23 +65,6 @@ def greedy(model, prompts):
     return made[:, -NEW:].tolist()
 
 
-def poison(engine):
-    """NaN in all slots: what no running row has written is never read."""
-    for tensor in engine._core.runner.cache.states._tensors.values():
-        tensor.fill_(float("nan"))
-
-
-def run(engine, coming=()):
-    """All tokens by request; `coming` are prompts of which each further step gets one."""
-    coming, tokens = list(coming), {}
-    while engine.has_unfinished() or coming:
-        if coming:
-            engine.add_request(coming.pop(0), GREEDY)
-        for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-    return list(tokens.values())
-
-
 def test_a_step_is_a_forward_of_all_prompts_and_one_of_all_last_tokens(model, forwards):
     with PagedGenerator(model, strict=True) as generator:
         engine = generator.engine
@@ -102,13 +85,13 @@ def test_a_step_is_a_forward_of_all_prompts_and_one_of_all_last_tokens(model, fo
 def test_tokens_are_stocks_in_chunks_beside_decode_rows(model, forwards, overlap, budget):
     hf_paged.enable(model, strict=True, max_num_batched_tokens=budget, max_num_seqs=4, overlap=overlap)
     engine = hf_paged.get_engine(model)
-    run(engine, [[1]])
+    run(engine, GREEDY, [[1]])
     poison(engine)
-    assert run(engine, PROMPTS) == greedy(model, PROMPTS)
+    assert [*run(engine, GREEDY, PROMPTS).values()] == greedy(model, PROMPTS)
     together = random_prompts([9, 40, 3, 70, 1], seed=4)
     for prompt in together:
         engine.add_request(prompt, GREEDY)
-    assert run(engine) == greedy(model, together)
+    assert [*run(engine, GREEDY).values()] == greedy(model, together)
     assert any(len(rows) > 1 and max(rows) > 1 for rows in forwards)
 
 
@@ -117,7 +100,7 @@ def test_preempted_rows_compute_their_states_again(model):
     engine, prompts = hf_paged.get_engine(model), random_prompts([14, 13, 12, 10])
     for prompt in prompts:
         engine.add_request(prompt, GREEDY)
-    assert run(engine) == greedy(model, prompts)
+    assert [*run(engine, GREEDY).values()] == greedy(model, prompts)
     assert engine.stats().num_preemptions > 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from derived_models import assert_scored_as_stock
-from recurrent_models import outlined, recurrent_model, with_idiom
+from recurrent_models import outlined, poison, recurrent_model, run, with_idiom
 from support import (
     assert_falls_back,
     assert_idle,
@@ -46,27 +46,10 @@ def greedy(model, prompts, new_tokens=NEW):
     return made[:, -new_tokens:].tolist()
 
 
-def run(engine, coming=()):
-    """All tokens by request; `coming` are prompts of which each further step gets one."""
-    coming, tokens = list(coming), {}
-    while engine.has_unfinished() or coming:
-        if coming:
-            engine.add_request(coming.pop(0), GREEDY)
-        for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-    return tokens
-
-
-def poison(engine):
-    """NaN in all slots: what no running row has written is never read."""
-    for tensor in engine._core.runner.cache.states._tensors.values():
-        tensor.fill_(float("nan"))
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_requests_that_come_one_after_another(model, overlap):
     hf_paged.enable(model, strict=True, max_num_batched_tokens=13, max_num_seqs=3, overlap=overlap)
-    tokens = run(hf_paged.get_engine(model), PROMPTS)
+    tokens = run(hf_paged.get_engine(model), GREEDY, PROMPTS)
     assert list(tokens.values()) == greedy(model, PROMPTS)
 
 
@@ -74,7 +57,7 @@ def test_preempted_rows_compute_their_states_again(model):
     hf_paged.enable(model, strict=True, num_blocks=6, block_size=16, max_num_seqs=4)
     engine = hf_paged.get_engine(model)
     prompts = random_prompts([14, 13, 12, 10])
-    tokens = run(engine, prompts)
+    tokens = run(engine, GREEDY, prompts)
     assert engine.stats().num_preemptions > 0
     assert list(tokens.values()) == greedy(model, prompts)
 
@@ -87,12 +70,12 @@ def test_aborted_rows_leave_their_slots(model):
         engine.step()
     for request_id in ids:
         engine.abort(request_id)
-    run(engine)
+    run(engine, GREEDY)
     table = engine._core.scheduler._table
     assert table.num_free_slots == table.num_slots == 2
     assert_idle(model)
     poison(engine)
-    assert list(run(engine, PROMPTS[2:]).values()) == greedy(model, PROMPTS[2:])
+    assert list(run(engine, GREEDY, PROMPTS[2:]).values()) == greedy(model, PROMPTS[2:])
 
 
 def test_sampled_tokens_depend_on_the_seed_alone_and_have_stocks_log_probabilities(model):
@@ -115,7 +98,7 @@ def test_running_rows_are_computed_again_with_new_weights(model):
         for name, parameter in model.named_parameters():
             if "proj" in name:
                 parameter.mul_(0.9)
-    rest, = run(engine).values()
+    rest, = run(engine, GREEDY).values()
     assert made and [rest] == greedy(model, [PROMPTS[0] + made], NEW - len(made))
 
 
@@ -133,7 +116,7 @@ def test_an_interrupted_step_is_computed_again(model, monkeypatch):
     monkeypatch.setattr(RecurrentRunner, "_sample", interrupt)
     with pytest.raises(KeyboardInterrupt):  # behind the forward, which has written states
         engine.step()
-    rest, = run(engine).values()
+    rest, = run(engine, GREEDY).values()
     assert [made + rest] == greedy(model, PROMPTS[:1])
 
 
