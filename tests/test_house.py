@@ -120,6 +120,18 @@ def test_modules_of_tests_have_names_of_their_own():
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def test_a_helper_of_tests_is_imported_from_the_module_that_has_it():
+    """A helper that moves is then missed in all modules that use it, before any of them runs."""
+    trees = {path.stem: ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
+    imports = {name: [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+               for name, tree in trees.items()}
+    taken = {name: {alias.asname or alias.name for node in nodes for alias in node.names}
+             for name, nodes in imports.items()}
+    found = [(name, alias.name) for name, nodes in imports.items() for node in nodes for alias in node.names
+             if not node.module.startswith("hf_paged.") and alias.name in taken.get(node.module.split(".")[-1], ())]
+    assert found == []
+
+
 def words(page: Path) -> int:
     return len(page.read_text().split())
 

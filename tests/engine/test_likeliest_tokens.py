@@ -9,8 +9,8 @@ from dataclasses import asdict
 import pytest
 import torch
 from option_cases import CASES
-from support import assert_idle, byte_tokenizer, random_prompts, tiny_model
-from test_interrupts import Interrupt, raising
+from support import Interrupt, assert_idle, byte_tokenizer, random_prompts, tiny_model
+from test_interrupts import raising
 from test_log_probs import PROMPTS, SAMPLED
 from transformers import GenerationConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from option_cases import CASES
-from support import assert_idle, byte_tokenizer, left_padded, random_prompts, tiny_model
-from test_interrupts import Interrupt, raising
+from support import Interrupt, assert_idle, byte_tokenizer, left_padded, random_prompts, tiny_model
+from test_interrupts import raising
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator

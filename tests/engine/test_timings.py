@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from support import assert_idle, random_prompts, tiny_model
-from test_interrupts import Interrupt, raising
+from support import Interrupt, assert_idle, random_prompts, tiny_model
+from test_interrupts import raising
 from transformers import GenerationConfig
 
 import hf_paged

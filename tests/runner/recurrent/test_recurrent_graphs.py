@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recurrent_models import outlined, recurrent_model, with_idiom
+from recurrent_models import outlined, recurrent_model, run, with_idiom
 from runner.test_graphs import uncaptured
 from support import random_prompts
-from test_recurrent_runner import GREEDY, PROMPTS, greedy, run
+from test_recurrent_runner import GREEDY, PROMPTS, greedy
 
 import hf_paged
 from hf_paged.kernels.build import compiling
@@ -43,7 +43,7 @@ def decoding(model, prompts, num_steps=4):
 
 def finished(engine, made):
     """All tokens of requests that have made some."""
-    rest = run(engine)
+    rest = run(engine, GREEDY)
     return [tokens + rest[name] for name, tokens in made.items()]
 
 
@@ -55,13 +55,13 @@ def states_of(engine):
 def test_decode_rows_replay_graphs_and_make_stocks_tokens(model, steps, overlap):
     """Rows come and go, so that each graph is replayed with other slots, and steps with prompts run between."""
     engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, overlap=overlap, **OPTIONS))
-    assert list(run(engine, PROMPTS).values()) == greedy(model, PROMPTS)
+    assert list(run(engine, GREEDY, PROMPTS).values()) == greedy(model, PROMPTS)
     assert {kind for kind, _ in steps} == {"decode"} and {1, 2, 4} <= {size for _, size in steps}
     # A step for each further prompt, whose decode rows are a graph, and then those of the last request.
     assert len(steps) == len(PROMPTS) - 1 + len(greedy(model, PROMPTS[:1])[0]) - 1
     captured = engine.stats().num_graphs_captured
     prompts = random_prompts([21, 8, 30], seed=5)
-    assert list(run(engine, prompts).values()) == greedy(model, prompts)
+    assert list(run(engine, GREEDY, prompts).values()) == greedy(model, prompts)
     assert 0 < captured <= engine.stats().num_graphs_captured and engine.stats().num_graphs_dropped == 0
 
 
@@ -127,7 +127,7 @@ def test_graphs_go_when_states_move(model, steps):
     engine, _ = decoding(model, PROMPTS[:2])
     assert engine.stats().num_graphs_captured
     engine._core.runner.cache.states.grow(9)
-    run(engine)
+    run(engine, GREEDY)
     assert engine.stats().graphs_dropped_by == {"states": 1}
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from recurrent_models import HAS_IDIOM, outlined, recurrent_model
+from recurrent_models import outlined, recurrent_model, with_idiom
 from support import random_prompts
 from transformers import GenerationConfig
 
@@ -263,7 +263,7 @@ def case(name, examples, steps, kind=RecurrentMachine):
     machine = type(f"{name}Machine", (kind,), {"name": name})
     cls = machine.TestCase
     cls.settings = settings(max_examples=examples, stateful_step_count=steps, **COMMON)
-    return pytest.mark.skipif(not HAS_IDIOM, reason="an older transformers asks no other cache for states")(cls)
+    return with_idiom(cls)
 
 
 TestLfm2, TestQwen3_5Packed = case("Lfm2", 4, 15), case("Qwen3_5", 4, 15, PackedMachine)
