@@ -884,7 +884,7 @@ LORA_LAYERS = [
     PackageMutation("kernels/lora/lora_shrink.py", "block_k = 32 if", "block_k = 64 if", LORA_KERNEL_TESTS, "any_rank"),
     PackageMutation("kernels/lora/_lora_tile.py", "entry = tl.load(tile_entries + tl.program_id(0))", "entry = 0",
                     LORA_KERNEL_TESTS, "rows"),
-    PackageMutation("models/adapted_layers.py", "return rows.order", "return None", LORA_TESTS, "different_adapters"),
+    PackageMutation("models/lora.py", "return rows.order", "return None", LORA_TESTS, "different_adapters"),
     PackageMutation("kernels/lora/lora_order.py", "tl.where(each < mine, tiles, 0)", "tl.where(each < mine, counts, 0)",
                     "kernels/lora/test_lora_order.py", "kernel"),
     PackageMutation("kernels/lora/_lora_tile.py", "sums * tl.load(scales + slot, mask=there, other=0.0)[None, :]",
