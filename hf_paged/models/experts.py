@@ -31,7 +31,7 @@ from hf_paged.kernels.experts.route import (
     RouterRule,
     RouterWeights,
     Routes,
-    num_arrivals,
+    new_arrivals,
     route_unchecked,
 )
 from hf_paged.models.executor import ModelExecutor, view_of
@@ -126,11 +126,6 @@ def apply_experts(block: nn.Module, parts: ExpertsParts | None, hidden: torch.Te
     if record is not None:
         record(outputs.routes.experts)
     return (join_experts_unchecked(outputs), parts.ranks) if parts.ranks.is_parallel else (outputs, SINGLE)
-
-
-def new_arrivals(device: torch.device) -> torch.Tensor:
-    """Return counters for `ExpertsParts.arrivals`."""
-    return torch.zeros(num_arrivals(), dtype=torch.int32, device=device)
 
 
 def why_not_on(device: torch.device) -> str | None:

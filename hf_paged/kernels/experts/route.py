@@ -120,7 +120,7 @@ def route_unchecked(x: torch.Tensor, router: RouterWeights, rule: RouterRule, ar
         x: ``[T, H]``, T at most `MAX_ROWS`; rows may be strided.
         router: weights in x's dtype, but for the correction.
         rule: how the router chooses.
-        arrivals: at least `num_arrivals` int32, all 0, and 0 again afterwards; launches that may overlap need others.
+        arrivals: of `new_arrivals`, all 0, and 0 again afterwards; launches that may overlap need others.
         lengths: ``[T]`` int32, 0 for padding rows, to which no expert is given; None: there are none.
 
     Raises:
@@ -134,9 +134,9 @@ def route_unchecked(x: torch.Tensor, router: RouterWeights, rule: RouterRule, ar
 route = checked(_check, route_unchecked)
 
 
-def num_arrivals() -> int:
-    """Return how many counters a launch may need."""
-    return 1 + MAX_ROWS // 16
+def new_arrivals(device: torch.device) -> torch.Tensor:
+    """Return as many counters as a launch may need."""
+    return torch.zeros(1 + MAX_ROWS // 16, dtype=torch.int32, device=device)
 
 
 def route_reference(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arrivals: torch.Tensor | None = None,

@@ -41,15 +41,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def linear_unchecked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """:func:`linear` for tensors that are known to be as it says."""
-    if not x.is_cuda:
-        return F.linear(x, weight, bias)
     config = choose_config(x, weight) if bias is None or bias.is_contiguous() else None
-    return linear_reference(x, weight, bias) if config is None else linear_triton(x, weight, bias, config)
-
-
-def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`linear` in plain torch."""
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight, bias) if config is None else linear_triton(x, weight, bias, config)
 
 
 def linear_triton(

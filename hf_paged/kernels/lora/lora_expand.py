@@ -93,7 +93,7 @@ def lora_expand_unchecked(product: torch.Tensor, shrunk: torch.Tensor, table: Lo
     """
     if not product.is_cuda:
         return lora_expand_reference(product, shrunk, table, order)
-    return lora_expand_triton(product, shrunk, table, order, expand_config(product, table, order))
+    return lora_expand_triton(product, shrunk, table, order, expand_config(product, table))
 
 
 lora_expand = checked(_check, lora_expand_unchecked)
@@ -132,7 +132,7 @@ def lora_expand_silu_mul_unchecked(
         return silu_mul_reference(lora_expand_reference(product, shrunk, table, order)), None
     if table.num_members != 2:  # the kernel's programs take a gate and an up, each with a place in the table
         return silu_mul_unchecked(lora_expand_unchecked(product, shrunk, table, order)), None
-    config = expand_config(product, table, order)
+    config = expand_config(product, table)
     if following is not None and not _can_follow(product, table, following, config):
         following = None
     return lora_expand_silu_mul_triton(product, shrunk, table, order, config, following)
@@ -218,7 +218,7 @@ def _expand_kernel(
     tl.store(out + row.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :], result, mask=mask)
 
 
-def expand_config(product: torch.Tensor, table: LoraTable, order: RowOrder | None) -> ExpandConfig:
+def expand_config(product: torch.Tensor, table: LoraTable) -> ExpandConfig:
     """What is fastest on an H200 (lora_speed.py), with more warps where four would spill (`compile_lora.py`)."""
     precision = precision_of(product.dtype)
     low = table.compute_dtype != torch.float32

@@ -347,8 +347,8 @@ def test_more_warps_are_for_prompts_alone_that_need_the_registers():
     for rank in (16, 32, 64, 128):
         for dtype, adapters in ((half, half), (half, full), (torch.float16, full), (full, full), (full, half)):
             case = make_case(1, 2, 32, [16], [[[rank]]], dtype=dtype, adapters=adapters, mixed=False)
-            assert expand_config(case.product, case.table, None).num_warps == 4
-            if expand_config(case.product.repeat(512, 1), case.table, None).num_warps == 4:
+            assert expand_config(case.product, case.table).num_warps == 4
+            if expand_config(case.product.repeat(512, 1), case.table).num_warps == 4:
                 few.append((rank, dtype, adapters))
     assert few == [(16, half, half), (16, half, full), (16, full, half), (32, half, half), (32, half, full),
                    (32, full, half), (64, half, half), (64, full, half)]
@@ -364,7 +364,7 @@ def test_an_update_that_is_rounded_before_it_is_added(run):
     for rounds, wanted in ((True, 2048.0), (False, 2050.0)):
         product, one = torch.ones(1, 16, dtype=torch.float16), table._replace(rounds_delta=rounds)
         if run == "kernel":
-            lora_expand_triton(product, shrunk, one, None, expand_config(product, one, None))
+            lora_expand_triton(product, shrunk, one, None, expand_config(product, one))
         else:
             lora_expand(product, shrunk, one, None)
         assert product.unique().tolist() == [wanted]
