@@ -988,7 +988,7 @@ AUTOCAST = [
     PackageMutation(WATCH, "[[structure], list(map(id, own)), *place_columns(own),",
                     "[[structure], list(map(id, own)),", "models/test_linears.py", "what_the_model_holds_now"),
     PackageMutation("kernels/cast_copies.py", " & (width >= count)", "", "kernels/test_cast_copies.py", "torchs"),
-    PackageMutation("kernels/cast_copies.py", "[t.stride() for t in sources])", "[0 for t in sources])",
+    PackageMutation("kernels/cast_copies.py", "[t.stride() for t in tensors]", "[0 for t in tensors]",
                     "kernels/test_cast_copies.py", "viewed_otherwise and launch"),
     PackageMutation("models/copied_weights.py", "else checksum.clone()", "else checksum",
                     "models/test_copied_weights.py", "writes_to_again"),
