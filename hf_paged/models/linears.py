@@ -15,7 +15,7 @@ from torch import nn
 from hf_paged.device.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.guards.snapshot import tensors_inside
 from hf_paged.kernels.layer.silu_mul import silu_mul_host
-from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_silu_mul_unchecked
+from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_silu_mul
 from hf_paged.models.copied_weights import CopiedWeights, Copies, can_be_copied, is_4bit
 from hf_paged.models.layer_ops import LayerOps, apply_linear, is_plain_linear, row_product
 from hf_paged.models.lora import AdaptedLayers, Adapters
@@ -77,7 +77,7 @@ class LinearView(NamedTuple):
         """
         if self.lora is not None and (delta := self.lora.delta(hidden, rows)) is not None:
             table = None if following is None else following.table(rows)
-            return lora_expand_silu_mul_unchecked(self._product(hidden, rows), *delta, table)
+            return lora_expand_silu_mul(self._product(hidden, rows), *delta, table)
         if self.weight is not None and self.bias is None:
             return self.ops.linear_silu_mul(hidden, self.weight), None
         if self.weight is None and self.are_plain and hidden.device.type == "cpu":

@@ -22,7 +22,7 @@ from hf_paged.guards.tokenwise import row_mixing_of_layer
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.lora.lora_expand import Delta
 from hf_paged.kernels.lora.lora_order import RowOrder
-from hf_paged.kernels.lora.lora_shrink import lora_shrink_unchecked
+from hf_paged.kernels.lora.lora_shrink import lora_shrink
 from hf_paged.kernels.lora.lora_table import Adapter, Entry, LoraTable, Members, make_tables
 from hf_paged.models.layer_ops import is_plain_linear
 from hf_paged.models.tuners import AdapterRows, is_adapted, is_lora
@@ -174,7 +174,7 @@ class AdaptedLayers:
         if (table := self.table(rows)) is None:
             return None
         order = _order(rows)
-        return Delta(lora_shrink_unchecked(hidden, table, order) if shrunk is None else shrunk, table, order)
+        return Delta(lora_shrink(hidden, table, order) if shrunk is None else shrunk, table, order)
 
 
 def _order(rows: AdapterRows | None) -> RowOrder | None:

@@ -127,20 +127,3 @@ def test_padding_rows_have_no_experts():
     assert (found.experts[1::2] == -1).all()
     assert (found.experts[::2] >= 0).all()
     check_order(found, 12)
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    ({"rule": RouterRule("other", 2)}, "kind='other'"),
-    ({"rule": RouterRule("softmax", 13)}, "the best 13"),
-    ({"rule": RouterRule("sigmoid", 2, num_groups=5)}, "in 5 groups"),
-    ({"x": torch.zeros(1, 64).expand(70000, 64)}, "70000 rows"),
-    ({"x": torch.zeros(4, 32)}, "weight"),
-    ({"lengths": torch.zeros(4)}, "lengths"),
-    ({"arrivals": torch.zeros(17)}, "arrivals"),
-    ({"arrivals": torch.zeros(1, dtype=torch.int32)}, "1 counters"),
-])
-def test_bad_arguments(change, message):
-    given = {"x": torch.zeros(4, 64), "router": RouterWeights(torch.zeros(12, 64)), "rule": KINDS["softmax"],
-             "arrivals": torch.zeros(17, dtype=torch.int32), **change}
-    with pytest.raises(ValueError, match=message):
-        route(**given)
