@@ -41,14 +41,14 @@ from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, Paged
 from hf_paged.kernels.experts.down import down, down_triton
 from hf_paged.kernels.experts.gate_up import ExpertsConfig, gate_up, gate_up_triton
 from hf_paged.kernels.experts.join import join_experts_add_rms_norm
-from hf_paged.kernels.experts.route import route
+from hf_paged.kernels.experts.route import new_arrivals, route
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
 from hf_paged.kernels.layer.linear import linear
 from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store
 from hf_paged.kernels.layer.silu_mul import silu_mul
 from hf_paged.kernels.layer.store_kv import store_kv
 from hf_paged.kernels.weights_checksum import ChecksumPlan
-from hf_paged.models.experts import ExpertsParts, new_arrivals, read_experts
+from hf_paged.models.experts import ExpertsParts, read_experts
 from hf_paged.sampling.sample_tokens import sample_tokens
 from hf_paged.sampling.table import SamplingTable
 

@@ -28,17 +28,17 @@ from linear_tuning import HEAD_DIM, MODELS, step_time
 from workloads import generation_configs, make_workload, qwen3
 
 from hf_paged import PagedGenerator
-from hf_paged.kernels.layer.add_rms_norm import add_rms_norm_unchecked
-from hf_paged.kernels.layer.linear import linear_silu_mul_unchecked, linear_unchecked
-from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store_unchecked
+from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
+from hf_paged.kernels.layer.linear import linear, linear_silu_mul
+from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store
 from hf_paged.kernels.lora import _lora_tile
 from hf_paged.kernels.lora import lora_expand as expand_module
 from hf_paged.kernels.lora import lora_qk_norm_rope_store as rope_module
 from hf_paged.kernels.lora import lora_shrink as shrink_module
-from hf_paged.kernels.lora.lora_expand import Delta, ExpandConfig, lora_expand_silu_mul_unchecked, lora_expand_unchecked
+from hf_paged.kernels.lora.lora_expand import Delta, ExpandConfig, lora_expand, lora_expand_silu_mul
 from hf_paged.kernels.lora.lora_order import RowOrder, order_rows
-from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
-from hf_paged.kernels.lora.lora_shrink import ShrinkConfig, lora_shrink_unchecked
+from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store
+from hf_paged.kernels.lora.lora_shrink import ShrinkConfig, lora_shrink
 from hf_paged.kernels.lora.lora_table import Adapter, LoraTable, Members, make_tables
 
 RANK, NUM_MIXED = 16, 8
@@ -110,26 +110,26 @@ class Layers:
             lora = _delta(normed, of["qkv"], order)
             heads = HeadsToCache(self._head_norm, self._head_norm, 1e-6, self._rope, self._rope, self._positions,
                                  self._slots, *self._caches)
-            product = linear_unchecked(normed, layer["qkv"].weight)
-            query = (qk_norm_rope_store_unchecked(product, heads) if lora is None
-                     else lora_qk_norm_rope_store_unchecked(product, lora, heads)).flatten(1)
+            product = linear(normed, layer["qkv"].weight)
+            query = (qk_norm_rope_store(product, heads) if lora is None
+                     else lora_qk_norm_rope_store(product, lora, heads)).flatten(1)
             lora = _delta(query, of["o"], order)
-            delta = linear_unchecked(query, layer["o"].weight)
+            delta = linear(query, layer["o"].weight)
             normed, residual = self._add_norm(delta, lora, residual)
             if (lora := _delta(normed, of["gate_up"], order)) is None:
-                x, shrunk = linear_silu_mul_unchecked(normed, layer["gate_up"].weight), None
+                x, shrunk = linear_silu_mul(normed, layer["gate_up"].weight), None
             else:
-                product = linear_unchecked(normed, layer["gate_up"].weight)
-                x, shrunk = lora_expand_silu_mul_unchecked(product, *lora, of["down"])
+                product = linear(normed, layer["gate_up"].weight)
+                x, shrunk = lora_expand_silu_mul(product, *lora, of["down"])
             lora = _delta(x, of["down"], order, shrunk)
-            delta = linear_unchecked(x, layer["down"].weight)
+            delta = linear(x, layer["down"].weight)
         self._add_norm(delta, lora, residual)
 
     def _add_norm(self, delta: torch.Tensor, lora: Delta | None,
                   residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if lora is not None:
-            lora_expand_unchecked(delta, *lora)
-        return add_rms_norm_unchecked(delta, residual, self._norm, 1e-6)
+            lora_expand(delta, *lora)
+        return add_rms_norm(delta, residual, self._norm, 1e-6)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -143,7 +143,7 @@ def _delta(x: torch.Tensor, table: LoraTable | None, order: RowOrder | None,
            shrunk: torch.Tensor | None = None) -> Delta | None:
     if table is None:
         return None
-    return Delta(lora_shrink_unchecked(x, table, order) if shrunk is None else shrunk, table, order)
+    return Delta(lora_shrink(x, table, order) if shrunk is None else shrunk, table, order)
 
 
 # What can be done in other ways: where, what is there, and what is put in its place.

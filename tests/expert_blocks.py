@@ -18,7 +18,8 @@ from transformers import (
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 
-from hf_paged.models.experts import new_arrivals, read_experts
+from hf_paged.kernels.experts.route import new_arrivals
+from hf_paged.models.experts import read_experts
 
 SHAPE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 48,
          "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,

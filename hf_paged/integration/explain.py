@@ -147,14 +147,10 @@ class Preview:
             f"model      {self.model_class}, {self.num_parameters / 1e6:,.1f} million parameters in {self.dtype}, "
             f"{loaded}", f"layers     {how[self.layers]}",
         ]
-        if self.quantized is not None:
-            lines.append(f"4 bit      {self.quantized}")
-        if self.experts is not None:
-            lines.append(f"experts    by transformers' modules: {self.experts}")
-        if self.states is not None:
-            lines.append(f"states     by transformers' modules: {self.states}")
-        if self.proof is not None:
-            lines.append(f"proof      {self.proof}")
+        own = "by transformers' modules: "
+        others = (("4 bit", "", self.quantized), ("experts", own, self.experts), ("states", own, self.states),
+                  ("proof", "", self.proof))
+        lines += [f"{name:10} {how}{text}" for name, how, text in others if text is not None]
         if self.attention is not None:
             lines.append(f"attention  {self.attention} on {self.device}")
         if self.other_attention is not None:

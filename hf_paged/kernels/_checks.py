@@ -1,27 +1,10 @@
-"""Argument checks of public kernels: a table of what each tensor has to be."""
+"""Argument checks: a table of what each tensor has to be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import torch
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
-def checked(check: Callable[Arguments, None], run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The op `run` for callers from outside: `check` first raises ValueError for arguments that are not as it says."""
-
-    @wraps(run)
-    def checked_run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        check(*args, **kwargs)
-        return run(*args, **kwargs)
-
-    checked_run.__name__ = checked_run.__qualname__ = run.__name__.removesuffix("_unchecked")
-    return checked_run
 
 
 class Expected(NamedTuple):

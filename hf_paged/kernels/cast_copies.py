@@ -1,15 +1,25 @@
 # mypy: disallow-untyped-defs=False
-"""Copies of many tensors in another dtype, renewed together: one launch for each pair of dtypes."""
+"""Copies of many tensors in another dtype, renewed together: one launch for each pair of dtypes, or dtype of copies of
+4-bit weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from hf_paged.device.cuda import upload
 from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
+from hf_paged.kernels.dequantize_4bit import (
+    Packed4Bit,
+    check_packed,
+    dequantized_reference,
+    launch_packed,
+    packed_signature,
+    packed_tables,
+)
 
 # Elements that a program copies: some hundred thousand programs for 8B weights.
 CHUNK = 1 << 15
@@ -20,45 +30,54 @@ _COLUMNS = 6
 
 
 class CopyPlan:
-    """Copies sources to targets of the same shapes and other dtypes. Keeps its pointer tables while nothing moves.
+    """Writes sources, tensors of other dtypes or 4-bit weights, to targets of the same shapes, and keeps its pointer
+    tables while nothing moves.
 
     Args:
-        targets: of float32, float16 or bfloat16, on one device, where they stay. No two overlap.
+        targets: of float32, float16 or bfloat16, on one device, where they stay. No two overlap. Those of 4-bit weights
+            are contiguous, at multiples of 16 bytes, and of a multiple of 32 values.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
         self._targets = list(targets)
         self._signature: tuple | None = None
         self._tables: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # and of both dtypes a tensor
+        self._packed_tables: list[tuple[torch.Tensor, torch.Tensor, bool, bool]] = []
 
-    def __call__(self, sources: Sequence[torch.Tensor],
+    def __call__(self, sources: Sequence[torch.Tensor | Packed4Bit],
                  now: torch.Tensor | None = None, before: torch.Tensor | None = None) -> None:
         """``target.copy_(source)`` for all pairs, enqueued without waiting; nothing where ``now`` equals ``before``.
 
         Args:
-            sources: one for each target, of its shape and on its device, of float32, float16 or bfloat16.
+            sources: one for each target, of its shape and on its device: float32, float16, bfloat16 or a `Packed4Bit`.
             now, before: ``[1]`` int64 on that device, compared there; both or neither.
 
         Raises:
             ValueError: shapes or dtypes that are not as above.
         """
-        if sources and sources[0].is_cuda:
+        if not sources:
+            return
+        if sources[0].device.type == "cuda":
             self.launch(sources, now, before)
             return
-        _check(sources, self._targets)
+        self._check(sources)
         if now is None or before is None or int(now) != int(before):
             copies_reference(sources, self._targets)
 
-    def launch(self, sources: Sequence[torch.Tensor],
+    def launch(self, sources: Sequence[torch.Tensor | Packed4Bit],
                now: torch.Tensor | None = None, before: torch.Tensor | None = None) -> None:
-        """The Triton kernel."""
+        """The Triton kernels."""
         require_triton()
+        are_packed = [isinstance(source, Packed4Bit) for source in sources]
+        tensors, packed = _split(sources, are_packed)
         # Column by column: rows of a few hundred tensors take longer to make than to launch a kernel over.
-        signature = ([t.data_ptr() for t in sources], [t.dtype for t in sources], [t.shape for t in sources],
-                     [t.stride() for t in sources])
+        signature = ([t.data_ptr() for t in tensors], [t.dtype for t in tensors], [t.shape for t in tensors],
+                     [t.stride() for t in tensors], are_packed, packed_signature(packed))
         if signature != self._signature:
-            _check(sources, self._targets)
-            self._tables = _tables(sources, self._targets)
+            self._check(sources)
+            targets, targets_of_packed = _split(self._targets, are_packed)
+            self._tables = _tables(tensors, targets)
+            self._packed_tables = packed_tables(packed, targets_of_packed)
             self._signature = signature
         for table, source, target in self._tables:
             with on_device_of(table):
@@ -66,16 +85,30 @@ class CopyPlan:
                     table, source, target, table if now is None else now, table if before is None else before,
                     CONDITIONAL=now is not None and before is not None, TILE=TILE, REST=REST, num_warps=4,
                 )
+        for arguments in self._packed_tables:
+            launch_packed(*arguments, now, before)
+
+    def _check(self, sources: Sequence[torch.Tensor | Packed4Bit]) -> None:
+        are_packed = [isinstance(source, Packed4Bit) for source in sources]
+        (tensors, packed), (targets, of_packed) = _split(sources, are_packed), _split(self._targets, are_packed)
+        _check_tensors(tensors, targets)
+        check_packed(packed, of_packed)
 
 
-def copies_reference(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+def _split(values: Sequence[Any], are_packed: list[bool]) -> tuple[list[Any], list[Any]]:
+    """Return the values of tensors, and those of 4-bit weights."""
+    pairs = list(zip(values, are_packed, strict=True))
+    return [value for value, is_packed in pairs if not is_packed], [value for value, is_packed in pairs if is_packed]
+
+
+def copies_reference(sources: Sequence[torch.Tensor | Packed4Bit], targets: Sequence[torch.Tensor]) -> None:
     """:class:`CopyPlan` in plain torch, unconditionally."""
     with torch.no_grad():
         for source, target in zip(sources, targets, strict=True):
-            target.copy_(source)
+            target.copy_(dequantized_reference(source) if isinstance(source, Packed4Bit) else source)
 
 
-def _check(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+def _check_tensors(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         if source.shape != target.shape or not {source.dtype, target.dtype} <= _DTYPES.keys():
             raise ValueError(f"source {source.dtype} {list(source.shape)}, target {target.dtype} "

@@ -1,17 +1,17 @@
 # mypy: disallow-untyped-defs=False
-"""Weights of 4 bits in bitsandbytes' format, dequantised together: one launch for all targets of a dtype."""
+"""Weights of 4 bits in bitsandbytes' format, dequantised together by a `CopyPlan`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hf_paged.device.cuda import upload
-from hf_paged.kernels._triton import jit, on_device_of, require_triton, tl
+from hf_paged.kernels._triton import jit, on_device_of, tl
 
 CHUNK = 1 << 15  # values that a program makes
 TILE = 2048  # bytes at a time, of two values each
@@ -62,70 +62,18 @@ class Packed4Bit(NamedTuple):
         return [self.data, self.code, self.absmax, *(self.nested[:3] if self.nested else ())]
 
 
-class DequantizePlan:
-    """Dequantises weights into targets. Keeps its tables of addresses while nothing moves.
-
-    Args:
-        targets: contiguous, of float32, float16 or bfloat16, on one device, where they stay, at multiples of 16 bytes
-            and of a multiple of 32 values. No two overlap.
-    """
-
-    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        self._targets = list(targets)
-        self._signature: list | None = None
-        self._tables: list[tuple[torch.Tensor, torch.Tensor, bool, bool]] = []  # see `_tables`
-
-    def __call__(self, sources: Sequence[Packed4Bit],
-                 now: torch.Tensor | None = None, before: torch.Tensor | None = None) -> None:
-        """Write all targets, enqueued without waiting; nothing where ``now`` equals ``before``.
-
-        Args:
-            sources: one for each target, of its shape and on its device.
-            now, before: ``[1]`` int64 on that device, compared there; both or neither.
-
-        Raises:
-            ValueError: shapes or dtypes that are not as above.
-        """
-        if sources and sources[0].data.is_cuda:
-            self.launch(sources, now, before)
-            return
-        _check(sources, self._targets)
-        if now is None or before is None or int(now) != int(before):
-            for source, target in zip(sources, self._targets, strict=True):
-                dequantize_4bit_reference(source, target)
-
-    def launch(self, sources: Sequence[Packed4Bit],
-               now: torch.Tensor | None = None, before: torch.Tensor | None = None) -> None:
-        """The Triton kernel."""
-        require_triton()
-        signature = [(s.shape, s.block_size, [(t.data_ptr(), t.numel()) for t in s._tensors()]) for s in sources]
-        if signature != self._signature:
-            _check(sources, self._targets)
-            self._tables = _tables(sources, self._targets)
-            self._signature = signature
-        for table, target, is_nested, is_aligned in self._tables:
-            with on_device_of(table):
-                # Without fusion: the scale is rounded before the offset is added.
-                _dequantize_4bit_kernel[(len(table),)](
-                    table, target, table if now is None else now, table if before is None else before,
-                    CONDITIONAL=now is not None and before is not None, NESTED=is_nested, ALIGNED=is_aligned,
-                    TILE=TILE, num_warps=4, enable_fp_fusion=False,
-                )
-
-
-def dequantize_4bit_reference(source: Packed4Bit, target: torch.Tensor) -> torch.Tensor:
-    """Write a weight's values to `target` [n, k] in plain torch, and return it."""
+def dequantized_reference(source: Packed4Bit) -> torch.Tensor:
+    """Return a weight's values [n, k] in float32, by plain torch."""
     scales = source.absmax
     if (nested := source.nested) is not None:
         scales = nested.code[scales.int()] * nested.absmax.repeat_interleave(nested.block_size)[: len(scales)]
         scales = scales + nested.offset
     numbers = torch.stack([source.data >> 4, source.data & 15], dim=-1).flatten().int()
-    values = source.code[numbers] * scales.repeat_interleave(source.block_size)[: len(numbers)]
-    with torch.no_grad():
-        return target.copy_(values.view(source.shape))
+    return (source.code[numbers] * scales.repeat_interleave(source.block_size)[: len(numbers)]).view(source.shape)
 
 
-def _check(sources: Sequence[Packed4Bit], targets: Sequence[torch.Tensor]) -> None:
+def check_packed(sources: Sequence[Packed4Bit], targets: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError for weights and targets that are not as `CopyPlan` says."""
     for source, target in zip(sources, targets, strict=True):
         if source.shape != target.shape or target.dtype not in _DTYPES or not target.is_contiguous():
             raise ValueError(f"source {list(source.shape)}, target {target.dtype} {list(target.shape)} with strides "
@@ -142,8 +90,13 @@ def _check(sources: Sequence[Packed4Bit], targets: Sequence[torch.Tensor]) -> No
                              f"{list(source.shape)}: expected {wanted[: len(dtypes)]} and {expected[: len(sizes)]}")
 
 
-def _tables(sources: Sequence[Packed4Bit],
-            targets: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, bool, bool]]:
+def packed_signature(sources: Sequence[Packed4Bit]) -> list[Any]:
+    """Return what `packed_tables` are made for."""
+    return [(s.shape, s.block_size, [(t.data_ptr(), t.numel()) for t in s._tensors()]) for s in sources]
+
+
+def packed_tables(sources: Sequence[Packed4Bit],
+                  targets: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, bool, bool]]:
     """The chunks ``[chunks, 11]`` int64 and a tensor of the targets' dtype, for each dtype, and whether scales are
     nested, and bytes lie at multiples of 16."""
     kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[Packed4Bit, torch.Tensor]]] = {}
@@ -168,6 +121,18 @@ def _chunks(source: Packed4Bit, target: torch.Tensor) -> np.ndarray:
     table[:, 9] = source.block_size // 2
     table[:, 10] = source.nested.block_size if source.nested else 1
     return table
+
+
+def launch_packed(table: torch.Tensor, target: torch.Tensor, is_nested: bool, is_aligned: bool,
+                  now: torch.Tensor | None, before: torch.Tensor | None) -> None:
+    """Launch the kernel over one of `packed_tables`; it writes nothing where ``now`` equals ``before``."""
+    with on_device_of(table):
+        # Without fusion: the scale is rounded before the offset is added.
+        _dequantize_4bit_kernel[(len(table),)](
+            table, target, table if now is None else now, table if before is None else before,
+            CONDITIONAL=now is not None and before is not None, NESTED=is_nested, ALIGNED=is_aligned,
+            TILE=TILE, num_warps=4, enable_fp_fusion=False,
+        )
 
 
 @jit()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from hf_paged.device.virtual_memory import DriverError, reserve
 from hf_paged.guards.original_classes import patched_class
 from hf_paged.kernels.cast_copies import CopyPlan
-from hf_paged.kernels.dequantize_4bit import DequantizePlan, NestedScales, Packed4Bit
+from hf_paged.kernels.dequantize_4bit import NestedScales, Packed4Bit
 from hf_paged.models.layer_ops import is_plain_linear
 
 logger = logging.getLogger(__name__)
@@ -33,25 +33,6 @@ class Copies(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
-
-
-class _Renewal:
-    """Writes copies from tensors and from packed weights, with a plan for each of both."""
-
-    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        self._targets = list(targets)
-        self._are_packed: list[bool] | None = None
-
-    def __call__(self, sources: Sequence[torch.Tensor | Packed4Bit], now: torch.Tensor | None,
-                 before: torch.Tensor | None) -> None:
-        are_packed = [isinstance(source, Packed4Bit) for source in sources]
-        if are_packed != self._are_packed:
-            pairs = list(zip(self._targets, are_packed, strict=True))
-            self._cast = CopyPlan([target for target, is_packed in pairs if not is_packed])
-            self._dequantize = DequantizePlan([target for target, is_packed in pairs if is_packed])
-            self._are_packed = are_packed
-        self._cast([source for source in sources if not isinstance(source, Packed4Bit)], now, before)
-        self._dequantize([source for source in sources if isinstance(source, Packed4Bit)], now, before)
 
 
 class CopiedWeights:
@@ -72,7 +53,7 @@ class CopiedWeights:
         self.by_name: dict[str, Copies] = {}
         self._dtype = dtype
         self._layout = _layout(groups, dtype)
-        self._plan = _Renewal([])
+        self._plan = CopyPlan([])
         self._checksum: torch.Tensor | None = None  # [1] int64, of the weights that were copied
         self._places: dict[str, tuple[list[int], list[tuple[int, ...]]]] = {}  # rows of each layer; shapes of `Copies`
         self._device = torch.device("cpu")
@@ -103,14 +84,14 @@ class CopiedWeights:
                 made = [next(tensors) for _ in shapes]
                 by_name[name] = Copies(*made)
                 targets += [part for one in made for part in one.split(sizes)]
-        self._plan, self._checksum = _Renewal(targets), None
+        self._plan, self._checksum = CopyPlan(targets), None
         self.by_name = by_name  # last: `is_here` reads it
 
     def unmap(self) -> bool:
         """Release the memory and keep its addresses; returns False if only the end of this object can free it."""
         if self._memory is None:
             return False
-        self.by_name, self._plan = {}, _Renewal([])
+        self.by_name, self._plan = {}, CopyPlan([])
         try:
             self._memory.release()
         except DriverError:

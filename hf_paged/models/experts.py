@@ -18,10 +18,10 @@ from hf_paged.guards.expert_code import GATES, ROUTERS, ignores_logits, known_co
 from hf_paged.guards.families import SILU
 from hf_paged.guards.hooks import ReplayHook, only_captures
 from hf_paged.kernels._triton import triton
-from hf_paged.kernels.experts.down import down_unchecked
+from hf_paged.kernels.experts.down import down
 from hf_paged.kernels.experts.fold import ExpertUpdate
-from hf_paged.kernels.experts.gate_up import ExpertWeights, Gating, gate_up_unchecked
-from hf_paged.kernels.experts.join import ExpertOutputs, join_experts_unchecked
+from hf_paged.kernels.experts.gate_up import ExpertWeights, Gating, gate_up
+from hf_paged.kernels.experts.join import ExpertOutputs, join_experts
 from hf_paged.kernels.experts.route import (
     MAX_EXPERTS,
     MAX_ROWS,
@@ -31,8 +31,8 @@ from hf_paged.kernels.experts.route import (
     RouterRule,
     RouterWeights,
     Routes,
-    num_arrivals,
-    route_unchecked,
+    new_arrivals,
+    route,
 )
 from hf_paged.models.executor import ModelExecutor, view_of
 from hf_paged.models.expert_lora.folding import folded_forward, wrappers_of
@@ -95,12 +95,12 @@ class ExpertsParts(NamedTuple):
     def routes(self, hidden: torch.Tensor, lengths: torch.Tensor | None) -> Routes:
         """Choose experts for each row; ``lengths`` [T] int32: 0 for padding rows, which get none; None: there are none.
         """
-        return route_unchecked(hidden, self.router, self.rule, self.arrivals, lengths)
+        return route(hidden, self.router, self.rule, self.arrivals, lengths)
 
     def products(self, hidden: torch.Tensor, routes: Routes) -> ExpertOutputs:
         """Return the products of each row's experts."""
-        inner = gate_up_unchecked(hidden, self.gate_up, routes, self.gating)
-        return ExpertOutputs(down_unchecked(inner, self.down, routes), routes)
+        inner = gate_up(hidden, self.gate_up, routes, self.gating)
+        return ExpertOutputs(down(inner, self.down, routes), routes)
 
     def outputs(self, hidden: torch.Tensor, lengths: torch.Tensor | None) -> ExpertOutputs | None:
         """Return `products` by `routes`; None for more rows than the router's kernel takes."""
@@ -125,12 +125,7 @@ def apply_experts(block: nn.Module, parts: ExpertsParts | None, hidden: torch.Te
         return apply_module(view_of(block, forwards) if forwards else block, hidden), SINGLE
     if record is not None:
         record(outputs.routes.experts)
-    return (join_experts_unchecked(outputs), parts.ranks) if parts.ranks.is_parallel else (outputs, SINGLE)
-
-
-def new_arrivals(device: torch.device) -> torch.Tensor:
-    """Return counters for `ExpertsParts.arrivals`."""
-    return torch.zeros(num_arrivals(), dtype=torch.int32, device=device)
+    return (join_experts(outputs), parts.ranks) if parts.ranks.is_parallel else (outputs, SINGLE)
 
 
 def why_not_on(device: torch.device) -> str | None:
@@ -246,7 +241,7 @@ class _Forwards:
         if routes is None or experts is not routes.experts or scores is not routes.scores:
             found: torch.Tensor = folded_forward(self._experts)(hidden, experts.clamp(min=0).long(), scores)
             return found
-        return self._parts.ranks.all_reduce(join_experts_unchecked(self._parts.products(hidden, routes)))
+        return self._parts.ranks.all_reduce(join_experts(self._parts.products(hidden, routes)))
 
 
 def read_experts(block: nn.Module, implementation: str | None, dtype: torch.dtype, arrivals: torch.Tensor, *,

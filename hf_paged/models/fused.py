@@ -26,12 +26,12 @@ from hf_paged.guards.snapshot import experts_implementation
 from hf_paged.kernels._checks import Expected, check_tensors
 from hf_paged.kernels.attention.types import AttentionOptions
 from hf_paged.kernels.build.compiling import is_dry
-from hf_paged.kernels.experts.join import ExpertOutputs, join_experts_add_rms_norm_unchecked
+from hf_paged.kernels.experts.join import ExpertOutputs, join_experts_add_rms_norm
 from hf_paged.kernels.hopper import decoder_layers_support
 from hf_paged.kernels.layer.linear import makes_parts
 from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache
-from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_unchecked
-from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store_unchecked
+from hf_paged.kernels.lora.lora_expand import Delta, lora_expand
+from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store
 from hf_paged.models.base import AttentionMask, KVSpec, StepContext
 from hf_paged.models.copied_weights import Groups, can_be_copied, copied_bytes, has_4bit, is_4bit, may_have_4bit
 from hf_paged.models.executor import ModelExecutor, fields_of, plain_values
@@ -512,7 +512,7 @@ class FusedExecutor(ModelExecutor):
             heads = HeadsToCache(*_weights_and_epsilon(layer.head_norms), cos, sin, positions, step.slot_mapping,
                                  *step.kv_cache(i))
             query = (ops.qk_norm_rope_store(product, heads) if lora is None
-                     else lora_qk_norm_rope_store_unchecked(product, lora, heads))
+                     else lora_qk_norm_rope_store(product, lora, heads))
             if wanted is None or i != narrow:
                 mixed = step.attend(i, query, layer.options)
             else:
@@ -550,12 +550,12 @@ class FusedExecutor(ModelExecutor):
         args = residual, norm.weight, norm.variance_epsilon
         if isinstance(delta, ExpertOutputs):
             assert residual is not None
-            return join_experts_add_rms_norm_unchecked(delta, residual, norm.weight, norm.variance_epsilon)
+            return join_experts_add_rms_norm(delta, residual, norm.weight, norm.variance_epsilon)
         if self._joins and delta.dim() == 3:
             return self._ops.add_rms_norm(delta, *args)
         if ranks is SINGLE:  # under autocast linear layers read the normed tensor, and cast it
             if lora is not None:
-                lora_expand_unchecked(delta, *lora)
+                lora_expand(delta, *lora)
             return self._ops.add_rms_norm(delta, *args, self.autocast)
         if self._ops is FUSED and (fused := ranks.all_reduce_add_rms_norm(delta, *args)) is not None:
             return fused

@@ -10,22 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_paged.kernels.layer.add_rms_norm import add_rms_norm_reference, add_rms_norm_unchecked
-from hf_paged.kernels.layer.linear import linear_parts_unchecked, linear_silu_mul_unchecked, linear_unchecked
+from hf_paged.kernels.layer.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from hf_paged.kernels.layer.linear import linear, linear_parts, linear_silu_mul
 from hf_paged.kernels.layer.qk_norm_rope_store import (
+    qk_norm_rope_store,
     qk_norm_rope_store_reference,
-    qk_norm_rope_store_unchecked,
     step_tables,
 )
-from hf_paged.kernels.layer.silu_mul import silu_mul_reference, silu_mul_unchecked
-from hf_paged.kernels.layer.store_kv import store_kv_unchecked
+from hf_paged.kernels.layer.silu_mul import silu_mul, silu_mul_reference
+from hf_paged.kernels.layer.store_kv import store_kv
 from hf_paged.models.tuners import AdapterRows, apply_layer
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
 
 
 class LayerOps(NamedTuple):
-    """Functions, one for each operation; arguments and results as in `hf_paged.kernels`, unchecked.
+    """Functions, one for each operation; arguments and results as in `hf_paged.kernels`.
 
     Tensors are checked before: weights in `FusedExecutor.prepare`, results of called modules in `apply_module`.
     """
@@ -45,18 +45,17 @@ def _linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _linear_parts(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute `linear_parts`; for a layer with a bias the whole product."""
-    return linear_parts_unchecked(x, weight) if bias is None else linear_unchecked(x, weight, bias)
+    return linear_parts(x, weight) if bias is None else linear(x, weight, bias)
 
 
 def _as_they_are(*tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tables
 
 
-FUSED = LayerOps(linear_unchecked, _linear_parts, linear_silu_mul_unchecked, silu_mul_unchecked,
-                 add_rms_norm_unchecked, step_tables, qk_norm_rope_store_unchecked)
+FUSED = LayerOps(linear, _linear_parts, linear_silu_mul, silu_mul, add_rms_norm, step_tables, qk_norm_rope_store)
 # A kernel writes the cache in any case: torch's ops would wait for the device to learn which tokens to write.
 PLAIN = LayerOps(F.linear, F.linear, _linear_silu_mul, silu_mul_reference, add_rms_norm_reference,
-                 _as_they_are, partial(qk_norm_rope_store_reference, store=store_kv_unchecked))
+                 _as_they_are, partial(qk_norm_rope_store_reference, store=store_kv))
 
 
 def is_plain_linear(module: nn.Module) -> bool:

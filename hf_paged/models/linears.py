@@ -15,11 +15,10 @@ from torch import nn
 from hf_paged.device.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.guards.snapshot import tensors_inside
 from hf_paged.kernels.layer.silu_mul import silu_mul_host
-from hf_paged.kernels.lora.lora_expand import Delta
-from hf_paged.models.adapted_layers import AdaptedLayers, silu_mul_of
+from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_silu_mul
 from hf_paged.models.copied_weights import CopiedWeights, Copies, can_be_copied, is_4bit
 from hf_paged.models.layer_ops import LayerOps, apply_linear, is_plain_linear, row_product
-from hf_paged.models.lora import Adapters
+from hf_paged.models.lora import AdaptedLayers, Adapters
 from hf_paged.models.merged import MergedWeight, keep_alive, merge
 from hf_paged.models.tuners import AdapterRows
 from hf_paged.parallel.group import SINGLE, ParallelGroup
@@ -71,9 +70,14 @@ class LinearView(NamedTuple):
 
     def silu_mul(self, hidden: torch.Tensor, rows: AdapterRows | None,
                  following: AdaptedLayers | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner]; see `silu_mul_of`."""
+        """Compute silu(gate) * up of a gate and an up projection: [T, k] -> [T, inner].
+
+        The second result is its shrunk form for the `following` layers, if they add anything and one kernel for both is
+        cheaper, else None.
+        """
         if self.lora is not None and (delta := self.lora.delta(hidden, rows)) is not None:
-            return silu_mul_of(self._product(hidden, rows), delta, following, rows)
+            table = None if following is None else following.table(rows)
+            return lora_expand_silu_mul(self._product(hidden, rows), *delta, table)
         if self.weight is not None and self.bias is None:
             return self.ops.linear_silu_mul(hidden, self.weight), None
         if self.weight is None and self.are_plain and hidden.device.type == "cpu":

@@ -20,10 +20,12 @@ from hf_paged.guards.original_classes import patched_class
 from hf_paged.guards.quantized import is_quantized_forward
 from hf_paged.guards.tokenwise import row_mixing_of_layer
 from hf_paged.kernels._triton import triton
-from hf_paged.kernels.lora.lora_table import Adapter, Entry, Members, make_tables
-from hf_paged.models.adapted_layers import AdaptedLayers
+from hf_paged.kernels.lora.lora_expand import Delta
+from hf_paged.kernels.lora.lora_order import RowOrder
+from hf_paged.kernels.lora.lora_shrink import lora_shrink
+from hf_paged.kernels.lora.lora_table import Adapter, Entry, LoraTable, Members, make_tables
 from hf_paged.models.layer_ops import is_plain_linear
-from hf_paged.models.tuners import is_adapted, is_lora
+from hf_paged.models.tuners import AdapterRows, is_adapted, is_lora
 
 _MODULE = "peft.tuners.lora.layer"
 # Classes of LoRA layers, and whether they round an adapter's update to the result's dtype before they add it.
@@ -142,6 +144,44 @@ def _num_outputs(module: nn.Module) -> int | None:
     """Return the columns of a layer's product, or None if its attributes do not say."""
     number = getattr(module, "out_features", None)
     return number if isinstance(number, int) else None
+
+
+class AdaptedLayers:
+    """Adapters of linear layers that read one input; kernels add their LoRA updates to the base layers' product.
+
+    Entries of the table: the active adapters, then each adapter alone, by name.
+    """
+
+    def __init__(self, table: LoraTable, has_active: bool) -> None:
+        """Keep the table; `has_active`: whether its first entry adds an update."""
+        self._table, self._has_active = table, has_active
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors by which kernels find the adapters."""
+        return [self._table.places, self._table.scales]
+
+    def table(self, rows: AdapterRows | None) -> LoraTable | None:
+        """Return the table of the rows' adapters; None if nothing is added to any row."""
+        return self._table if rows is not None or self._has_active else None
+
+    def delta(self, hidden: torch.Tensor, rows: AdapterRows | None,
+              shrunk: torch.Tensor | None = None) -> Delta | None:
+        """Return the update to add to the base layers' product of `hidden` [T, k]; None if there is none.
+
+        To be called before that product is computed, which hides the latency of shrinking. `shrunk`: `hidden` times A,
+        if the kernel that made `hidden` has computed it, too.
+        """
+        if (table := self.table(rows)) is None:
+            return None
+        order = _order(rows)
+        return Delta(lora_shrink(hidden, table, order) if shrunk is None else shrunk, table, order)
+
+
+def _order(rows: AdapterRows | None) -> RowOrder | None:
+    if rows is None:
+        return None
+    assert rows.order is not None, "a step with adapters by row puts its rows in order first"
+    return rows.order
 
 
 class Adapters:

@@ -26,7 +26,7 @@ from hf_paged.errors import Reason, UnsupportedModelError
 from hf_paged.guards.hints import FLASH_KERNEL, OWN_ATTENTION
 from hf_paged.guards.original_classes import patched_entry
 from hf_paged.kernels.attention.types import AttentionOptions
-from hf_paged.kernels.layer.store_kv import store_kv
+from hf_paged.kernels.layer.store_kv import check_tokens, store_kv
 from hf_paged.models.base import AttentionMask, StepContext
 from hf_paged.process_lock import ProcessLock
 
@@ -192,8 +192,9 @@ def _paged_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
     caches, options = step.kv_cache(call), AttentionOptions(scale, mask.window, softcap, s_aux, mask.chunk)
     if torch.is_autocast_enabled(query.device.type):  # any attention then computes in the autocast's dtype
         query, key, value = (x.to(caches[0].dtype) for x in (query, key, value))
+    check_tokens(key, value, *caches, step.slot_mapping)  # stock's modules made these tensors
     store_kv(key, value, *caches, step.slot_mapping)
-    check_attention(query, *caches, options)  # stock's modules made these tensors
+    check_attention(query, *caches, options)
     return step.attend(call, query, options).unflatten(0, (batch, -1))
 
 

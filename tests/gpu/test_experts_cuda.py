@@ -16,9 +16,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 import hf_paged
 from hf_paged.kernels.experts.join import join_experts, join_experts_add_rms_norm
-from hf_paged.kernels.experts.route import RouterRule, RouterWeights, Routes, grouped, num_arrivals, route
+from hf_paged.kernels.experts.route import RouterRule, RouterWeights, Routes, grouped, new_arrivals, route
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
-from hf_paged.models.experts import ExpertsParts, new_arrivals, read_experts
+from hf_paged.models.experts import ExpertsParts, read_experts
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64}
@@ -168,7 +168,7 @@ def test_routers_of_every_kind(spec, experts, count):
     g = torch.Generator("cuda").manual_seed(1)
     weight = torch.randn(experts // 2, WIDTH, device="cuda", generator=g).mul_(WIDTH**-0.5).to(torch.bfloat16)
     router = RouterWeights(weight.repeat_interleave(2, 0))
-    arrivals = torch.zeros(num_arrivals(), dtype=torch.int32, device="cuda")
+    arrivals = new_arrivals(torch.device("cuda", 0))
     found = route(rows_of(count), router, spec, arrivals)
     again = route(rows_of(count), router, spec, arrivals)
     assert torch.equal(found.experts, again.experts) and torch.equal(found.scores, again.scores)

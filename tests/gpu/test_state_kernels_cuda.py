@@ -186,9 +186,9 @@ def test_engines_run_by_them(name, enforce_eager, monkeypatch):
         own = getattr(module, op)
         monkeypatch.setattr(module, op, lambda *args: (seen.append(op), own(*args))[1])
 
-    watch(delta_net_layers, "delta_net_unchecked")
-    watch(delta_net_layers, "packed_delta_rule_unchecked")
-    watch(mamba2_layers, "mamba2_unchecked")
+    watch(delta_net_layers, "delta_net")
+    watch(delta_net_layers, "packed_delta_rule")
+    watch(mamba2_layers, "mamba2")
     settings = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 256}
     if name.startswith("Qwen"):
         settings |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}

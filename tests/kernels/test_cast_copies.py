@@ -134,6 +134,12 @@ def test_a_plan_that_refused_sources_copies_the_next_ones():
         assert torch.equal(target, source.half())
 
 
+def test_without_sources_no_sums_are_read():
+    """They would be waited for, on a GPU."""
+    unreadable = torch.empty(1, dtype=torch.int64, device="meta")
+    CopyPlan([])([], unreadable, unreadable)
+
+
 def test_what_cannot_be_copied():
     source = torch.randn(4, 4)
     for bad, target in [(source, torch.empty(4, 5)), (source, torch.empty(4, 4, dtype=torch.float64)),

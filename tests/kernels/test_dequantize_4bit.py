@@ -8,7 +8,8 @@ from packed_models import Linear4bit
 from torch import nn
 
 from hf_paged.kernels import dequantize_4bit
-from hf_paged.kernels.dequantize_4bit import DequantizePlan, NestedScales, Packed4Bit
+from hf_paged.kernels.cast_copies import CopyPlan
+from hf_paged.kernels.dequantize_4bit import NestedScales, Packed4Bit
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SHAPES = (300, 64), (3, 32), (1, 128)  # with more than 256 scales, so that nested ones are of several blocks
@@ -30,7 +31,7 @@ def layers(dtype, nested):
 
 
 def run(way, sources, targets, *sums):
-    plan = DequantizePlan(targets)
+    plan = CopyPlan(targets)
     (plan.launch if way == "interpreted" else plan)(sources, *sums)
 
 
@@ -70,6 +71,18 @@ def test_nothing_is_written_where_the_checksum_is_the_same(way):
     assert not target.any()
     run(way, [packed(layer)], [target], torch.tensor([3]), torch.tensor([4]))
     assert torch.equal(target, layer.dequantized())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_plan_takes_weights_of_4_bits_between_tensors_in_any_order(way):
+    (layer,), other = layers(torch.float32, True)[1:2], torch.arange(6.0).half()
+    targets = [torch.empty(SHAPES[1]), torch.empty(6), torch.empty(SHAPES[1])]
+    plan = CopyPlan(targets)
+    tensor = torch.arange(96.0).view(SHAPES[1]).half()
+    for first, last in ((packed(layer), tensor), (tensor, packed(layer))):
+        (plan.launch if way == "interpreted" else plan)([first, other, last])
+        expected = [layer.dequantized() if isinstance(one, Packed4Bit) else one.float() for one in (first, other, last)]
+        assert all(map(torch.equal, targets, expected))
 
 
 @pytest.mark.parametrize("change", [

@@ -23,10 +23,10 @@ from transformers.utils import output_capturing
 import hf_paged
 from hf_paged.guards.expert_code import ROUTERS, ignores_logits, known_code
 from hf_paged.kernels.experts.join import join_experts
-from hf_paged.kernels.experts.route import Routes, grouped, route_reference
+from hf_paged.kernels.experts.route import Routes, grouped, new_arrivals, route_reference
 from hf_paged.models import experts as module
 from hf_paged.models.executor import view_of
-from hf_paged.models.experts import ExpertsParts, apply_experts, new_arrivals, read_experts
+from hf_paged.models.experts import ExpertsParts, apply_experts, read_experts
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.layers import shard_experts
 

@@ -67,7 +67,7 @@ def argument_checks():
 def test_an_eager_decode_step_does_not_check_its_own_tensors(make, off, least, most, monkeypatch):
     """Arguments are looked at where they come in from outside, not in every layer of every step."""
     checks, steps = set(argument_checks()), []
-    assert {name for _, name, _ in checks} > {"check_norm", "check_attention", "check_tensors", "_check"}
+    assert {name for _, name, _ in checks} > {"check_tokens", "check_attention", "check_tensors"}
 
     def entered(frame):
         code = frame.f_code

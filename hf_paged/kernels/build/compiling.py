@@ -28,17 +28,14 @@ from hf_paged.process_lock import ProcessLock, once_a_process
 
 try:
     from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-except ImportError:
-    driver, JITFunction = None, object
-try:
-    from triton.runtime.jit import JITCallable  # also functions that run while a kernel is compiled
-except ImportError:  # an older Triton, or none
-    JITCallable = JITFunction
-try:
     from triton.runtime._async_compile import FutureKernel, active_mode
-except ImportError:  # an older Triton, or none: every kernel is compiled at its first launch
-    FutureKernel = active_mode = None
+    from triton.runtime.jit import (  # the first: also functions that run while a kernel is compiled
+        JITCallable,
+        JITFunction,
+    )
+except ImportError:  # every kernel is compiled at its first launch
+    driver = FutureKernel = active_mode = None
+    JITCallable = JITFunction = object
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -44,7 +44,7 @@ from hf_paged.kernels.comm._peers import (
     sum_of_stages,
     wait_for_peers,
 )
-from hf_paged.kernels.layer.add_rms_norm import check_norm, normed_row
+from hf_paged.kernels.layer.add_rms_norm import normed_row
 
 
 class Algorithm(NamedTuple):
@@ -299,6 +299,14 @@ def _check(x: torch.Tensor, peers: Peers, algorithm: Algorithm | None) -> Algori
 
 
 def _check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
-    check_norm(x, residual, weight)
+    if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
+        raise ValueError(f"x must be [T, H] and weight [H], H > 0, got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+    dtypes = {t.dtype for t in (x, residual, weight) if t is not None}
+    if len(dtypes) > 1:
+        raise ValueError(f"x, residual and weight must share a dtype, got {sorted(map(str, dtypes))}")
+    if any(t is not None and t.stride(-1) != 1 for t in (x, residual, weight)):
+        raise ValueError("the last dim of x, residual and weight must be contiguous")
     if x.shape[1] * x.element_size() % 16:
         raise ValueError(f"x's rows must be whole 16-byte vectors, got {x.shape[1]} columns of {x.dtype}")

@@ -5,25 +5,17 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import after_previous_kernel, cdiv, jit, on_device_of, pdl_options, require_triton, tl
 from hf_paged.kernels.experts.gate_up import (
     ExpertsConfig,
     ExpertWeights,
-    check_routes,
     expert_product,
     fastest_config,
 )
 from hf_paged.kernels.experts.route import Routes
 
 
-def _check(hidden: torch.Tensor, weights: ExpertWeights, routes: Routes) -> None:
-    check_tensors(Expected("hidden", hidden, (len(routes.order), None), None, contiguous=True))
-    weights.check(hidden)
-    check_routes(routes, len(routes.experts))
-
-
-def down_unchecked(hidden: torch.Tensor, weights: ExpertWeights, routes: Routes) -> torch.Tensor:
+def down(hidden: torch.Tensor, weights: ExpertWeights, routes: Routes) -> torch.Tensor:
     """``hidden @ weight[expert].T + bias[expert]`` of pairs of a row and one of its experts.
 
     Args:
@@ -34,14 +26,8 @@ def down_unchecked(hidden: torch.Tensor, weights: ExpertWeights, routes: Routes)
     Returns:
         ``[T, k, H]``, hidden's dtype; the product is rounded, and the sum with the bias as well. Places of pairs
         without an expert are undefined.
-
-    Raises:
-        ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
     return down_triton(hidden, weights, routes) if hidden.is_cuda else down_reference(hidden, weights, routes)
-
-
-down = checked(_check, down_unchecked)
 
 
 def down_reference(hidden: torch.Tensor, weights: ExpertWeights, routes: Routes) -> torch.Tensor:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._checks import Expected, check_tensors
 from hf_paged.kernels._triton import jit, next_power_of_2, tl
 
 MOST_RANK = 64  # of an update that kernels take: more columns of B would not fit into registers beside the tile
@@ -33,14 +32,6 @@ class ExpertUpdate(NamedTuple):
     def rank(self, num_experts: int) -> int:
         """Return r."""
         return len(self.a) // num_experts
-
-    def check(self, num_experts: int, rows: int, columns: int) -> None:
-        """Raise ValueError for tensors that are no update of weights [E, N, K]."""
-        rank = self.rank(num_experts)
-        if not 1 <= rank <= MOST_RANK:
-            raise ValueError(f"a of {num_experts} experts must have 1 to {MOST_RANK} rows of each, got {len(self.a)}")
-        check_tensors(Expected("a", self.a, (rank * num_experts, columns), None, contiguous=True),
-                      Expected("b", self.b, (rows, rank * num_experts), self.a.dtype, contiguous=True))
 
     def folded(self, weight: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
         """Return the experts' weights [E, N, K], or [E, K, N] if they are transposed, with the update, as PEFT does."""

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     cdiv,
@@ -41,16 +40,6 @@ class ExpertWeights(NamedTuple):
         """N and K."""
         rows, columns = self.weight.shape[1:]
         return (columns, rows) if self.is_transposed else (rows, columns)
-
-    def check(self, x: torch.Tensor) -> None:
-        """Raise ValueError for weights that cannot be multiplied with ``x`` [T, K]."""
-        shape = (None, x.shape[1], None) if self.is_transposed else (None, None, x.shape[1])
-        biases = [self.bias] if self.bias is not None else []
-        check_tensors(
-            Expected("weight", self.weight, shape, x.dtype, contiguous=True),
-            *(Expected("bias", bias, (len(self.weight), self.sizes[0]), x.dtype, contiguous=True) for bias in biases))
-        if self.update is not None:
-            self.update.check(len(self.weight), *self.sizes)
 
     def folded(self) -> ExpertWeights:
         """Return weights without an update, to which it was added."""
@@ -124,27 +113,8 @@ class ExpertsConfig(NamedTuple):
     num_stages: int
 
 
-def _check(x: torch.Tensor, weights: ExpertWeights, routes: Routes, gating: Gating = SILU_GATING) -> None:
-    check_tensors(Expected("x", x, (None, None), None))
-    weights.check(x)
-    if weights.sizes[0] % 2:
-        raise ValueError(f"weight must have gates and ups, got {tuple(weights.weight.shape)}")
-    check_routes(routes, len(x))
-
-
-def check_routes(routes: Routes, num_rows: int) -> None:
-    """Raise ValueError for routes of another number of rows."""
-    top_k = routes.experts.shape[1]
-    check_tensors(
-        Expected("experts", routes.experts, (num_rows, None), torch.int32, contiguous=True),
-        Expected("scores", routes.scores, (num_rows, top_k), None, contiguous=True),
-        Expected("order", routes.order, (num_rows * top_k,), torch.int32, contiguous=True),
-        Expected("groups", routes.groups, (None, 3), torch.int32, contiguous=True),
-    )
-
-
-def gate_up_unchecked(x: torch.Tensor, weights: ExpertWeights, routes: Routes,
-                      gating: Gating = SILU_GATING) -> torch.Tensor:
+def gate_up(x: torch.Tensor, weights: ExpertWeights, routes: Routes,
+            gating: Gating = SILU_GATING) -> torch.Tensor:
     """The gated product of pairs of a row and one of its experts.
 
     Args:
@@ -156,15 +126,9 @@ def gate_up_unchecked(x: torch.Tensor, weights: ExpertWeights, routes: Routes,
     Returns:
         ``[T * k, I]``, x's dtype, in the order of `Routes.order`. Products and each operation of the gating are rounded
         to it. Lines of pairs without an expert are undefined.
-
-    Raises:
-        ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
     run = gate_up_triton if x.is_cuda else gate_up_reference
     return run(x, weights, routes, gating)
-
-
-gate_up = checked(_check, gate_up_unchecked)
 
 
 def gate_up_reference(x: torch.Tensor, weights: ExpertWeights, routes: Routes,

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
@@ -29,25 +28,7 @@ class ExpertOutputs(NamedTuple):
     routes: Routes
 
 
-def _check_outputs(outputs: ExpertOutputs) -> None:
-    products, (scores, experts, *_) = outputs
-    check_tensors(
-        Expected("products", products, (None, None, None), products.dtype, contiguous=True),
-        Expected("scores", scores, tuple(products.shape[:2]), None, contiguous=True),
-        Expected("experts", experts, tuple(products.shape[:2]), torch.int32, contiguous=True),
-    )
-    if scores.dtype not in (torch.float32, products.dtype):
-        raise ValueError(f"scores must be float32 or {products.dtype}, got {scores.dtype}")
-
-
-def _check(outputs: ExpertOutputs, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    _check_outputs(outputs)
-    rows, _, width = outputs.products.shape
-    check_tensors(Expected("residual", residual, (rows, width), outputs.products.dtype),
-                  Expected("weight", weight, (width,), outputs.products.dtype))
-
-
-def join_experts_unchecked(outputs: ExpertOutputs) -> torch.Tensor:
+def join_experts(outputs: ExpertOutputs) -> torch.Tensor:
     """The sum over a row's experts of score * product.
 
     Args:
@@ -56,20 +37,14 @@ def join_experts_unchecked(outputs: ExpertOutputs) -> torch.Tensor:
 
     Returns:
         ``[T, H]``, the products' dtype, rounded once; zeros for rows without experts.
-
-    Raises:
-        ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
     if outputs.products.is_cuda:
         return join_experts_triton(outputs)
     return join_experts_reference(outputs)
 
 
-join_experts = checked(_check_outputs, join_experts_unchecked)
-
-
-def join_experts_add_rms_norm_unchecked(outputs: ExpertOutputs, residual: torch.Tensor, weight: torch.Tensor,
-                                        eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def join_experts_add_rms_norm(outputs: ExpertOutputs, residual: torch.Tensor, weight: torch.Tensor,
+                              eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """``summed = residual + join_experts(outputs)`` and ``normed = RMSNorm(summed)``, as (normed, summed).
 
     Args:
@@ -80,16 +55,10 @@ def join_experts_add_rms_norm_unchecked(outputs: ExpertOutputs, residual: torch.
 
     Returns:
         two ``[T, H]`` tensors, contiguous.
-
-    Raises:
-        ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
     if outputs.products.is_cuda:
         return join_experts_add_rms_norm_triton(outputs, residual, weight, eps)
     return add_rms_norm_reference(join_experts_reference(outputs), residual, weight, eps)
-
-
-join_experts_add_rms_norm = checked(_check, join_experts_add_rms_norm_unchecked)
 
 
 def join_experts_reference(outputs: ExpertOutputs) -> torch.Tensor:

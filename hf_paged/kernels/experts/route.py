@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     cdiv,
@@ -89,29 +88,8 @@ class RouterWeights(NamedTuple):
     correction: torch.Tensor | None = None
 
 
-def _check(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arrivals: torch.Tensor,
-           lengths: torch.Tensor | None = None) -> None:
-    (num_rows, _), experts = x.shape, len(router.weight)
-    if rule.kind not in (SOFTMAX, TOPK_SOFTMAX, SIGMOID):
-        raise ValueError(f"kind={rule.kind!r}: expected 'softmax', 'topk_softmax' or 'sigmoid'")
-    if num_rows > MAX_ROWS or experts > MAX_EXPERTS or not 0 < rule.top_k <= experts:
-        raise ValueError(f"{num_rows} rows, {experts} experts, the best {rule.top_k}: expected at most {MAX_ROWS} rows "
-                         f"and {MAX_EXPERTS} experts")
-    if len(arrivals) <= cdiv(num_rows, 16):
-        raise ValueError(f"{len(arrivals)} counters of arrivals: expected more than {cdiv(num_rows, 16)}")
-    if experts % rule.num_groups or not 0 < rule.topk_group <= rule.num_groups:
-        raise ValueError(f"{experts} experts in {rule.num_groups} groups, of which {rule.topk_group} are taken")
-    check_tensors(
-        Expected("x", x, (None, None), None), Expected("weight", router.weight, (None, x.shape[1]), x.dtype),
-        Expected("arrivals", arrivals, (None,), torch.int32, contiguous=True),
-        *(Expected("bias", one, (experts,), x.dtype) for one in (router.bias,) if one is not None),
-        *(Expected("correction", one, (experts,), None) for one in (router.correction,) if one is not None),
-        *(Expected("lengths", one, (num_rows,), torch.int32) for one in (lengths,) if one is not None),
-    )
-
-
-def route_unchecked(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arrivals: torch.Tensor,
-                    lengths: torch.Tensor | None = None) -> Routes:
+def route(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arrivals: torch.Tensor,
+          lengths: torch.Tensor | None = None) -> Routes:
     """Choose experts for each row by a router.
 
     Among equal scores experts with lower numbers come first, as torch's `topk` on NVIDIA GPUs has it.
@@ -120,23 +98,17 @@ def route_unchecked(x: torch.Tensor, router: RouterWeights, rule: RouterRule, ar
         x: ``[T, H]``, T at most `MAX_ROWS`; rows may be strided.
         router: weights in x's dtype, but for the correction.
         rule: how the router chooses.
-        arrivals: at least `num_arrivals` int32, all 0, and 0 again afterwards; launches that may overlap need others.
+        arrivals: of `new_arrivals`, all 0, and 0 again afterwards; launches that may overlap need others.
         lengths: ``[T]`` int32, 0 for padding rows, to which no expert is given; None: there are none.
-
-    Raises:
-        ValueError: from the checked op, for tensors or numbers that are not as above.
     """
     if x.is_cuda:
         return route_triton(x, router, rule, arrivals, lengths)
     return route_reference(x, router, rule, arrivals, lengths)
 
 
-route = checked(_check, route_unchecked)
-
-
-def num_arrivals() -> int:
-    """Return how many counters a launch may need."""
-    return 1 + MAX_ROWS // 16
+def new_arrivals(device: torch.device) -> torch.Tensor:
+    """Return as many counters as a launch may need."""
+    return torch.zeros(1 + MAX_ROWS // 16, dtype=torch.int32, device=device)
 
 
 def route_reference(x: torch.Tensor, router: RouterWeights, rule: RouterRule, arrivals: torch.Tensor | None = None,

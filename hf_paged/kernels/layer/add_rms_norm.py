@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
@@ -24,39 +23,7 @@ from hf_paged.kernels.layer.linear import joined_reference
 MANY_ROWS = 512
 
 
-def check_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float = 0.0,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Raise ValueError for tensors that are not as :func:`add_rms_norm` says."""
-    if x.dim() == 3:
-        _check_parts(x, residual, weight, dtype)
-        return
-    if x.dim() != 2 or weight.shape != x.shape[1:] or x.shape[1] == 0:
-        raise ValueError(f"x must be [T, H] and weight [H], H > 0, got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
-    dtypes = {t.dtype for t in (x, residual, weight) if t is not None}
-    if dtype is None and len(dtypes) > 1:
-        raise ValueError(f"x, residual and weight must share a dtype, got {sorted(map(str, dtypes))}")
-    if dtype is not None and not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
-        raise ValueError(f"x, residual and weight must be fp32, fp16 or bf16, got {sorted(map(str, dtypes))}")
-    if any(t is not None and t.stride(-1) != 1 for t in (x, residual, weight)):
-        raise ValueError("the last dim of x, residual and weight must be contiguous")
-
-
-def _check_parts(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
-                 dtype: torch.dtype | None) -> None:
-    if residual is None or dtype is not None:
-        raise ValueError("x in parts: expected a residual, and no dtype besides the residual's")
-    check_tensors(
-        Expected("x in parts", x, (None, None, None), torch.float32, contiguous=True),
-        Expected("residual", residual, tuple(x.shape[1:]), residual.dtype),
-        Expected("weight", weight, tuple(x.shape[2:]), residual.dtype),
-    )
-
-
-def add_rms_norm_unchecked(
+def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,9 +43,6 @@ def add_rms_norm_unchecked(
     Returns:
         two ``[T, H]`` tensors, contiguous but for a ``summed`` that is x; ``summed`` has the dtype that x and the
         residual promote to.
-
-    Raises:
-        ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
     if x.is_cuda:
         return add_rms_norm_triton(x, residual, weight, eps, dtype)
@@ -86,9 +50,6 @@ def add_rms_norm_unchecked(
         return add_rms_norm_reference(x, residual, weight, eps, dtype)
     summed = x if residual is None else residual + x
     return rms_norm_host(summed, weight, eps), summed
-
-
-add_rms_norm = checked(check_norm, add_rms_norm_unchecked)
 
 
 def add_rms_norm_reference(

@@ -14,7 +14,7 @@ from hf_paged.device.cuda import compute_capability, shared_memory
 from hf_paged.kernels._triton import triton
 from hf_paged.kernels.layer._gemv import GemvConfig, gemv
 from hf_paged.kernels.layer._splitk_linear import DotConfig, dot_linear, dot_parts, dot_silu, joined_dot_parts
-from hf_paged.kernels.layer.silu_mul import silu_mul_unchecked
+from hf_paged.kernels.layer.silu_mul import silu_mul
 
 # Shared memory a block must be allowed for the tiles below, which take up to 96 KiB: with 99 KiB (sm_86, sm_89, sm_120)
 # there would be one on a multiprocessor, and none is measured.
@@ -31,25 +31,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Returns:
         ``[T, N]``, x's dtype, contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes that are not as above.
     """
-    _check(x, weight, bias)
-    return linear_unchecked(x, weight, bias)
-
-
-def linear_unchecked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`linear` for tensors that are known to be as it says."""
-    if not x.is_cuda:
-        return F.linear(x, weight, bias)
     config = choose_config(x, weight) if bias is None or bias.is_contiguous() else None
-    return linear_reference(x, weight, bias) if config is None else linear_triton(x, weight, bias, config)
-
-
-def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`linear` in plain torch."""
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight, bias) if config is None else linear_triton(x, weight, bias, config)
 
 
 def linear_triton(
@@ -68,14 +52,8 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ``[T, N]`` as :func:`linear`, or float32 ``[S, T, N]``: sums over parts of the columns, to be added up in order
         and rounded once.
     """
-    _check(x, weight, None)
-    return linear_parts_unchecked(x, weight)
-
-
-def linear_parts_unchecked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """:func:`linear_parts` for tensors that are known to be as it says."""
     config = choose_config(x, weight)
-    return dot_parts(x, weight, config) if isinstance(config, DotConfig) else linear_unchecked(x, weight)
+    return dot_parts(x, weight, config) if isinstance(config, DotConfig) else linear(x, weight)
 
 
 def joined(product: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -102,18 +80,10 @@ def makes_parts(device: torch.device) -> bool:
 
 def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``silu_mul(linear(x, weight))``, weight ``[2 * I, K]`` being gates, then ups: ``[T, I]``."""
-    _check(x, weight, None)
-    if len(weight) % 2:
-        raise ValueError(f"weight must be [2 * I, K], got {tuple(weight.shape)}")
-    return linear_silu_mul_unchecked(x, weight)
-
-
-def linear_silu_mul_unchecked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """:func:`linear_silu_mul` for tensors that are known to be as it says."""
     config = choose_config(x, weight)
     if isinstance(config, GemvConfig) or (config is not None and config.split_k == 1):
         return linear_silu_mul_triton(x, weight, config)
-    return silu_mul_unchecked(linear_unchecked(x, weight))
+    return silu_mul(linear(x, weight))
 
 
 def linear_silu_mul_triton(
@@ -173,13 +143,3 @@ def _shared_memory(device: torch.device) -> int:
     if (compute_capability(device) or (0, 0)) < (8, 0):
         return 0
     return max(1, shared_memory(device))
-
-
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"x must be [T, K] and weight [N, K], got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
-    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
-    if len(dtypes) > 1:
-        raise ValueError(f"x, weight and bias must share a dtype, got {sorted(map(str, dtypes))}")

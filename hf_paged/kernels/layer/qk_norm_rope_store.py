@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     cdiv,
@@ -28,7 +27,6 @@ from hf_paged.kernels.layer.store_kv import store_kv_reference
 _TILE_ELEMENTS, _MANY_TOKENS = 1024, 512
 # Of many tokens: heads of a token that a program takes side by side, how often it does so, and its warps.
 _SIDE, _TURNS, _WARPS = 4, 4, 4
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 class HeadsToCache(NamedTuple):
@@ -57,39 +55,7 @@ class HeadsToCache(NamedTuple):
     v_cache: torch.Tensor
 
 
-def _check(qkv: torch.Tensor, heads: HeadsToCache) -> None:
-    q_weight, k_weight, _, cos, sin, positions, slot_mapping, k_cache, v_cache = heads
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_weight and k_weight: expected two tensors or None twice")
-    if positions is None:
-        raise ValueError("positions: expected [T] int64, not None")
-    dtype, in_parts = k_cache.dtype, qkv.dim() == 3
-    check_tensors(
-        Expected("k_cache", k_cache, (None, None, None, None), dtype, contiguous=True),
-        Expected("qkv", qkv, (None,) * (2 + in_parts), torch.float32 if in_parts else dtype, contiguous=in_parts),
-    )
-    if in_parts and len(qkv) == 0:
-        raise ValueError(f"qkv: {list(qkv.shape)}; expected [S, T, (Hq + 2 * Hkv) * D] with S at least 1, or no parts")
-    (tokens, width), (kv_heads, head_dim) = qkv.shape[-2:], k_cache.shape[2:]
-    if head_dim % 2 or width % head_dim or width <= 2 * kv_heads * head_dim:
-        raise ValueError(
-            f"qkv: [{tokens}, {width}]; expected [T, (Hq + 2 * Hkv) * D] with Hkv = {kv_heads} and D = {head_dim}, even"
-        )
-    weights = {"q_weight": q_weight, "k_weight": k_weight}
-    if (found := {cos.dtype, *(w.dtype for w in weights.values() if w is not None)}) - {dtype} and not found <= _FLOATS:
-        raise ValueError(f"cos and the weights: {sorted(map(str, found))}; expected {dtype}, or fp32, fp16 or bf16")
-    weight_dtype = dtype if q_weight is None else q_weight.dtype
-    check_tensors(
-        *(Expected(name, weight, (head_dim,), weight_dtype) for name, weight in weights.items() if weight is not None),
-        Expected("cos", cos, (None, head_dim), cos.dtype),
-        Expected("sin", sin, tuple(cos.shape), cos.dtype),
-        Expected("positions", positions, (tokens,), torch.int64, contiguous=True),
-        Expected("slot_mapping", slot_mapping, (tokens,), torch.int64, contiguous=True),
-        Expected("v_cache", v_cache, tuple(k_cache.shape), dtype, contiguous=True),
-    )
-
-
-def qk_norm_rope_store_unchecked(qkv: torch.Tensor, heads: HeadsToCache) -> torch.Tensor:
+def qk_norm_rope_store(qkv: torch.Tensor, heads: HeadsToCache) -> torch.Tensor:
     """Return queries ready for attention, and write the tokens' keys and values to the caches.
 
     Args:
@@ -100,17 +66,10 @@ def qk_norm_rope_store_unchecked(qkv: torch.Tensor, heads: HeadsToCache) -> torc
 
     Returns:
         ``[T, Hq, D]``, contiguous, the caches' dtype.
-
-    Raises:
-        ValueError: from the checked op, shapes, dtypes or strides that are not as above and in `HeadsToCache`.
-            Positions and slots are not checked (that would wait).
     """
     if heads.positions is None or not qkv.is_cuda:
         return qk_norm_rope_store_host(joined(qkv, heads.k_cache.dtype), heads)
     return qk_norm_rope_store_triton(qkv, heads)
-
-
-qk_norm_rope_store = checked(_check, qk_norm_rope_store_unchecked)
 
 
 def step_tables(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels._checks import checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     cdiv,
@@ -20,16 +19,7 @@ from hf_paged.kernels._triton import (
 )
 
 
-def _check(gate_up: torch.Tensor) -> None:
-    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
-        raise ValueError(f"gate_up must be [T, 2 * I], got {tuple(gate_up.shape)}")
-    if not gate_up.is_floating_point():
-        raise ValueError(f"gate_up must be a float tensor, got {gate_up.dtype}")
-    if gate_up.stride(1) != 1:
-        raise ValueError(f"the last dim of gate_up must be contiguous: strides {gate_up.stride()}")
-
-
-def silu_mul_unchecked(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` where each row of ``gate_up`` is its gate followed by its up.
 
     Args:
@@ -37,14 +27,8 @@ def silu_mul_unchecked(gate_up: torch.Tensor) -> torch.Tensor:
 
     Returns:
         ``[T, I]``, gate_up's dtype, contiguous; ``silu(gate)`` is rounded to it before the product.
-
-    Raises:
-        ValueError: from the checked op, a shape, dtype or stride that is not as above.
     """
     return silu_mul_triton(gate_up) if gate_up.is_cuda else silu_mul_reference(gate_up)
-
-
-silu_mul = checked(_check, silu_mul_unchecked)
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels._checks import checked
 from hf_paged.kernels._triton import cdiv, jit, next_power_of_2, on_device_of, require_triton, tl
 
 
-def _check(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-           slot_mapping: torch.Tensor) -> None:
+def check_tokens(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                 slot_mapping: torch.Tensor) -> None:
+    """Raise ValueError for tensors that are not as :func:`store_kv` says; slots are not looked at (that would wait)."""
     num_tokens, alike = slot_mapping.numel(), k_cache.shape[:3] == v_cache.shape[:3]
     fit = (key.shape, value.shape) == ((num_tokens, *k_cache.shape[2:]), (num_tokens, *v_cache.shape[2:]))
     if not (fit and alike):
@@ -30,8 +30,8 @@ def _check(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cach
         raise ValueError(f"the last dim of key and value must be contiguous: strides {key.stride()}, {value.stride()}")
 
 
-def store_kv_unchecked(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-                       slot_mapping: torch.Tensor) -> None:
+def store_kv(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+             slot_mapping: torch.Tensor) -> None:
     """Copy token t's key and value to slot ``slot_mapping[t]`` of the caches, in place.
 
     Args:
@@ -39,18 +39,11 @@ def store_kv_unchecked(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Te
         k_cache, v_cache: ``[num_blocks, block_size, Hkv, D or Dv]``, contiguous; slot s is block
             ``s // block_size``, offset ``s % block_size``.
         slot_mapping: ``[T]`` int64; -1 writes nothing. Two tokens with one slot: either may win.
-
-    Raises:
-        ValueError: from the checked op, shapes, dtypes or strides that are not as above. Slots are not checked (that
-            would wait).
     """
     if key.is_cuda:
         store_kv_triton(key, value, k_cache, v_cache, slot_mapping)
     else:
         store_kv_reference(key, value, k_cache, v_cache, slot_mapping)
-
-
-store_kv = checked(_check, store_kv_unchecked)
 
 
 def store_kv_reference(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,

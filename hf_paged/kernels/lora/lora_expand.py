@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from hf_paged.kernels._checks import checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     cdiv,
@@ -18,7 +17,7 @@ from hf_paged.kernels._triton import (
     tl,
     triton,
 )
-from hf_paged.kernels.layer.silu_mul import silu_mul_reference, silu_mul_tile, silu_mul_unchecked
+from hf_paged.kernels.layer.silu_mul import silu_mul, silu_mul_reference, silu_mul_tile
 from hf_paged.kernels.lora._lora_tile import (
     add_bias,
     add_delta,
@@ -37,7 +36,6 @@ from hf_paged.kernels.lora._lora_tile import (
     tiles_of_rows,
 )
 from hf_paged.kernels.lora.lora_order import MANY_ROWS, RowOrder, tile_of
-from hf_paged.kernels.lora.lora_shrink import check_order
 from hf_paged.kernels.lora.lora_table import LoraTable
 
 _MOST_PARTIALS = 32
@@ -61,19 +59,7 @@ class ExpandConfig(NamedTuple):
     num_warps: int
 
 
-def _check(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order: RowOrder | None) -> None:
-    last = max(first + size for first, size in table.columns)
-    if product.dim() != 2 or product.stride(1) != 1 or product.shape[1] < last:
-        raise ValueError(f"product must be [T, N] with contiguous rows, N at least {last}, got {tuple(product.shape)} "
-                         f"with strides {product.stride()}")
-    wanted = len(product), table.num_parts, table.num_members, table.rank
-    if shrunk.dtype != torch.float32 or shrunk.shape[1:] != wanted or not shrunk.is_contiguous():
-        raise ValueError(f"shrunk must be contiguous float32 [splits, {', '.join(map(str, wanted))}], "
-                         f"got {shrunk.dtype} {tuple(shrunk.shape)}")
-    check_order(order, len(product))
-
-
-def lora_expand_unchecked(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
+def lora_expand(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
                 order: RowOrder | None) -> torch.Tensor:
     """``product + shrunk @ b.T + bias * scaling``, in place, added up in float32 and rounded once.
 
@@ -87,16 +73,10 @@ def lora_expand_unchecked(product: torch.Tensor, shrunk: torch.Tensor, table: Lo
 
     Returns:
         ``product``.
-
-    Raises:
-        ValueError: from the checked op, shapes or dtypes that are not as above.
     """
     if not product.is_cuda:
         return lora_expand_reference(product, shrunk, table, order)
-    return lora_expand_triton(product, shrunk, table, order, expand_config(product, table, order))
-
-
-lora_expand = checked(_check, lora_expand_unchecked)
+    return lora_expand_triton(product, shrunk, table, order, expand_config(product, table))
 
 
 def lora_expand_reference(product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable,
@@ -118,7 +98,7 @@ def lora_expand_reference(product: torch.Tensor, shrunk: torch.Tensor, table: Lo
     return product.copy_(product.float() + (total.to(product.dtype) if table.rounds_delta else total))
 
 
-def lora_expand_silu_mul_unchecked(
+def lora_expand_silu_mul(
     product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order: RowOrder | None,
     following: LoraTable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -126,13 +106,13 @@ def lora_expand_silu_mul_unchecked(
 
     Beside it `lora_shrink` of that for the `following` table, or None where it has to be taken by itself.
 
-    Unchecked; `product` may be written.
+    `product` may be written.
     """
     if not product.is_cuda:
         return silu_mul_reference(lora_expand_reference(product, shrunk, table, order)), None
     if table.num_members != 2:  # the kernel's programs take a gate and an up, each with a place in the table
-        return silu_mul_unchecked(lora_expand_unchecked(product, shrunk, table, order)), None
-    config = expand_config(product, table, order)
+        return silu_mul(lora_expand(product, shrunk, table, order)), None
+    config = expand_config(product, table)
     if following is not None and not _can_follow(product, table, following, config):
         following = None
     return lora_expand_silu_mul_triton(product, shrunk, table, order, config, following)
@@ -218,7 +198,7 @@ def _expand_kernel(
     tl.store(out + row.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :], result, mask=mask)
 
 
-def expand_config(product: torch.Tensor, table: LoraTable, order: RowOrder | None) -> ExpandConfig:
+def expand_config(product: torch.Tensor, table: LoraTable) -> ExpandConfig:
     """What is fastest on an H200 (lora_speed.py), with more warps where four would spill (`compile_lora.py`)."""
     precision = precision_of(product.dtype)
     low = table.compute_dtype != torch.float32
@@ -239,7 +219,7 @@ def lora_expand_silu_mul_triton(
     product: torch.Tensor, shrunk: torch.Tensor, table: LoraTable, order: RowOrder | None,
     config: ExpandConfig, following: LoraTable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """:func:`lora_expand_silu_mul_unchecked` as one Triton launch.
+    """:func:`lora_expand_silu_mul` as one Triton launch.
 
     Raises:
         ValueError: the table's members are not the gates and the ups.

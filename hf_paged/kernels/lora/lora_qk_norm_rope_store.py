@@ -18,7 +18,7 @@ from hf_paged.kernels.layer.qk_norm_rope_store import (
     halves,
     launch_over_heads,
     normed_and_rotated,
-    qk_norm_rope_store_unchecked,
+    qk_norm_rope_store,
     store_heads,
 )
 from hf_paged.kernels.lora._lora_tile import (
@@ -33,20 +33,20 @@ from hf_paged.kernels.lora._lora_tile import (
     shape_of,
     tiles_of_rows,
 )
-from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_unchecked
+from hf_paged.kernels.lora.lora_expand import Delta, lora_expand
 from hf_paged.kernels.lora.lora_order import MANY_ROWS, tile_of
 
 _MOST_ROWS = MANY_ROWS
 
 
-def lora_qk_norm_rope_store_unchecked(qkv: torch.Tensor, delta: Delta, heads: HeadsToCache) -> torch.Tensor:
+def lora_qk_norm_rope_store(qkv: torch.Tensor, delta: Delta, heads: HeadsToCache) -> torch.Tensor:
     """Compute `qk_norm_rope_store` of ``lora_expand(qkv, *delta)``; `qkv` may be written.
 
-    Unchecked, and exact as the two one after the other, but for the order in which a head's squares are added.
+    Exact as the two one after the other, but for the order in which a head's squares are added.
     """
     if qkv.is_cuda and heads.positions is not None and _is_one_launch(qkv, delta, heads.k_cache):
         return lora_qk_norm_rope_store_triton(qkv, delta, heads)
-    return qk_norm_rope_store_unchecked(lora_expand_unchecked(qkv, *delta), heads)
+    return qk_norm_rope_store(lora_expand(qkv, *delta), heads)
 
 
 def _is_one_launch(qkv: torch.Tensor, delta: Delta, k_cache: torch.Tensor) -> bool:
@@ -139,7 +139,7 @@ def _lora_qk_norm_rope_store_kernel(
 
 
 def lora_qk_norm_rope_store_triton(qkv: torch.Tensor, delta: Delta, heads: HeadsToCache) -> torch.Tensor:
-    """:func:`lora_qk_norm_rope_store_unchecked` as one Triton launch, a program for a head of some rows."""
+    """:func:`lora_qk_norm_rope_store` as one Triton launch, a program for a head of some rows."""
     num_rows, table, head_dim = len(qkv), delta.table, heads.k_cache.shape[3]
     row_tiles, row_arguments = tiles_of_rows(num_rows, tile_of(num_rows), delta.order)
     shape = shape_of(table, precision_of(qkv.dtype))

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from hf_paged.device.cuda import shared_memory
-from hf_paged.kernels._checks import checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     cdiv,
@@ -52,21 +51,7 @@ class ShrinkConfig(NamedTuple):
     num_stages: int
 
 
-def check_order(order: RowOrder | None, num_rows: int) -> None:
-    """Raise ValueError unless it is None or of so many rows."""
-    if order is not None and len(order.entries) != num_rows:
-        raise ValueError(f"order must be of {num_rows} rows, got one of {len(order.entries)}")
-
-
-def _check(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> None:
-    widths = {adapter.a.shape[1] for adapter in table.adapters()}
-    if x.dim() != 2 or x.stride(1) != 1 or widths != {x.shape[1]}:
-        raise ValueError(f"x must be [T, K] with contiguous rows, K that of the adapters ({sorted(widths)}), "
-                         f"got {tuple(x.shape)} with strides {x.stride()}")
-    check_order(order, len(x))
-
-
-def lora_shrink_unchecked(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:
+def lora_shrink(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:
     """``x @ a.T * scaling``, added up in float32, in a fixed order.
 
     Args:
@@ -77,16 +62,10 @@ def lora_shrink_unchecked(x: torch.Tensor, table: LoraTable, order: RowOrder | N
     Returns:
         ``[splits, T, P, J, rank]`` float32, partial sums for `lora_expand`. Undefined for rows without an entry and
         beyond the adapter's rank.
-
-    Raises:
-        ValueError: from the checked op, shapes or dtypes that are not as above.
     """
     if not x.is_cuda:
         return lora_shrink_reference(x, table, order)
     return lora_shrink_triton(x, table, order, shrink_config(x, table, order))
-
-
-lora_shrink = checked(_check, lora_shrink_unchecked)
 
 
 def lora_shrink_reference(x: torch.Tensor, table: LoraTable, order: RowOrder | None) -> torch.Tensor:

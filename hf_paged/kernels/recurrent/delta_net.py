@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
 from hf_paged.kernels.recurrent._convolution import LayerStates, convolved_in_place, exp, silu, softplus
 
@@ -52,43 +51,14 @@ class DeltaNetWeights(NamedTuple):
     eps: float
 
 
-def _check(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: LayerStates, slots: torch.Tensor,
-           lengths: torch.Tensor | None = None) -> None:
-    (rows, heads, key_dim), (group, value_dim), dtype = inputs.query.shape, inputs.value.shape[2:], inputs.query.dtype
-    channels, taps = heads * (2 * key_dim + group * value_dim), weights.conv.shape[-1]
-    check_tensors(
-        Expected("query", inputs.query, (rows, heads, key_dim), None),
-        Expected("key", inputs.key, (rows, heads, key_dim), dtype),
-        Expected("value", inputs.value, (rows, heads, group, value_dim), dtype),
-        Expected("gate", inputs.gate, (rows, heads, group, value_dim), dtype),
-        Expected("alpha", inputs.alpha, (rows, heads, group), dtype),
-        Expected("beta", inputs.beta, (rows, heads, group), dtype),
-        Expected("conv weight", weights.conv, (channels, 1, taps), dtype, contiguous=True),
-        Expected("a_log", weights.a_log, (heads * group,), None),
-        Expected("dt_bias", weights.dt_bias, (heads * group,), None),
-        Expected("norm weight", weights.norm, (value_dim,), dtype),
-        Expected("conv states", states.conv, (None, channels, taps), dtype, contiguous=True),
-        Expected("states", states.recurrent, (len(states.conv), heads * group, key_dim, value_dim), torch.float32,
-                 contiguous=True),
-        Expected("slots", slots, (rows,), torch.int32),
-        *([] if lengths is None else [Expected("lengths", lengths, (rows,), torch.int32)]),
-    )
-    for of in (inputs.value, inputs.gate):
-        if of.stride(2) != value_dim:
-            raise ValueError(f"value and gate: expected heads of {value_dim} side by side, got strides {of.stride()}")
-    if not takes_sizes(key_dim, value_dim, taps):
-        raise ValueError(f"heads of {key_dim} and {value_dim} and {taps} taps: expected powers of two, heads of 16 to "
-                         f"{MAX_DIM} and 2 to 8 taps")
-
-
 def takes_sizes(key_dim: int, value_dim: int, taps: int) -> bool:
     """Return whether the op takes heads of these sizes, and a convolution of so many taps."""
     ranges = (key_dim, 16, MAX_DIM), (value_dim, 16, MAX_DIM), (taps, 2, 8)
     return all(not size & (size - 1) and least <= size <= most for size, least, most in ranges)
 
 
-def delta_net_unchecked(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: LayerStates, slots: torch.Tensor,
-                        lengths: torch.Tensor | None = None) -> torch.Tensor:
+def delta_net(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: LayerStates, slots: torch.Tensor,
+              lengths: torch.Tensor | None = None) -> torch.Tensor:
     """Compute a new token of each row, which changes the states in its slot.
 
     Args:
@@ -101,15 +71,9 @@ def delta_net_unchecked(inputs: DeltaNetInputs, weights: DeltaNetWeights, states
     Returns:
         ``[R, H * G * V]``, contiguous; zeros for padding. Rounded where transformers' Qwen3-Next and Qwen3.5 round: the
         convolution before and behind silu, beta, the rule's result, and in the norm.
-
-    Raises:
-        ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
     run = delta_net_triton if inputs.query.is_cuda else delta_net_reference
     return run(inputs, weights, states, slots, lengths)
-
-
-delta_net = checked(_check, delta_net_unchecked)
 
 
 def delta_net_reference(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: LayerStates, slots: torch.Tensor,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     cdiv,
@@ -23,16 +22,7 @@ from hf_paged.kernels.recurrent._convolution import silu
 _TILE = 2048  # elements
 
 
-def _check(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    (tokens, heads, group, width), dtype = gate.shape, x.dtype
-    check_tensors(Expected("x", x, (tokens, heads * group, width), dtype, contiguous=True),
-                  Expected("gate", gate, (tokens, heads, group, width), dtype),
-                  Expected("weight", weight, (width,), dtype))
-    if width & (width - 1):
-        raise ValueError(f"heads of {width}: expected a power of two")
-
-
-def gated_rms_norm_unchecked(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute ``weight * norm(x) * silu(gate)`` of each head, rounded where transformers' Qwen3-Next and Qwen3.5 round.
 
     Args:
@@ -43,14 +33,8 @@ def gated_rms_norm_unchecked(x: torch.Tensor, gate: torch.Tensor, weight: torch.
 
     Returns:
         ``[T, H * G * V]``, x's dtype, contiguous.
-
-    Raises:
-        ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
     return (gated_rms_norm_triton if x.is_cuda else gated_rms_norm_reference)(x, gate, weight, eps)
-
-
-gated_rms_norm = checked(_check, gated_rms_norm_unchecked)
 
 
 def gated_rms_norm_reference(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

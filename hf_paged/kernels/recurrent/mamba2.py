@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import after_previous_kernel, jit, on_device_of, pdl_options, require_triton, tl, triton
 from hf_paged.kernels.recurrent._convolution import (
     LayerStates,
@@ -41,31 +40,6 @@ class Mamba2Weights(NamedTuple):
     dt_bias: torch.Tensor
 
 
-def _check(mixed: torch.Tensor, dt: torch.Tensor, weights: Mamba2Weights, states: LayerStates, arrivals: torch.Tensor,
-           slots: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
-    (rows, channels), heads, dtype, num_slots = mixed.shape, dt.shape[1], mixed.dtype, len(states.conv)
-    taps = weights.conv.shape[-1]
-    check_tensors(
-        Expected("mixed", mixed, (None, None), None),
-        Expected("dt", dt, (rows, None), dtype),
-        Expected("conv weight", weights.conv, (channels, 1, taps), dtype, contiguous=True),
-        Expected("a_log", weights.a_log, (heads,), None),
-        Expected("d", weights.d, (heads,), dtype),
-        Expected("dt_bias", weights.dt_bias, (heads,), None),
-        Expected("conv states", states.conv, (None, channels, taps), dtype, contiguous=True),
-        Expected("states", states.recurrent, (num_slots, heads, None, None), torch.float32, contiguous=True),
-        Expected("arrivals", arrivals, (num_slots, MAX_GROUPS), torch.int32, contiguous=True),
-        Expected("slots", slots, (rows,), torch.int32),
-        *([] if lengths is None else [Expected("lengths", lengths, (rows,), torch.int32)]),
-        *([] if weights.conv_bias is None else [Expected("conv bias", weights.conv_bias, (channels,), dtype)]),
-    )
-    dim, size = states.recurrent.shape[2:]
-    if not takes_sizes(channels, heads, dim, size, taps):
-        raise ValueError(f"{channels} channels, {heads} heads of {dim} with states of {size} and {taps} taps: expected "
-                         f"powers of two, heads of 16 to {MAX_DIM}, states of 16 to {MAX_STATE}, 2 to 8 taps and up to "
-                         f"{MAX_GROUPS} groups")
-
-
 def takes_sizes(channels: int, heads: int, dim: int, size: int, taps: int) -> bool:
     """Return whether the op takes heads of ``dim`` with states of ``size``, of so many channels and taps."""
     ranges = (dim, 16, MAX_DIM), (size, 16, MAX_STATE), (taps, 2, 8)
@@ -74,8 +48,8 @@ def takes_sizes(channels: int, heads: int, dim: int, size: int, taps: int) -> bo
     return has_groups and all(not value & (value - 1) and least <= value <= most for value, least, most in ranges)
 
 
-def mamba2_unchecked(mixed: torch.Tensor, dt: torch.Tensor, weights: Mamba2Weights, states: LayerStates,
-                     arrivals: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+def mamba2(mixed: torch.Tensor, dt: torch.Tensor, weights: Mamba2Weights, states: LayerStates,
+           arrivals: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
     """Compute a new token of each row, which changes the states in its slot.
 
     Args:
@@ -90,15 +64,9 @@ def mamba2_unchecked(mixed: torch.Tensor, dt: torch.Tensor, weights: Mamba2Weigh
     Returns:
         ``[R, H * P]``, contiguous; zeros for padding. Rounded where transformers' `mamba2_selective_state_update`
         rounds, and its convolution before.
-
-    Raises:
-        ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
     run = mamba2_triton if mixed.is_cuda else mamba2_reference
     return run(mixed, dt, weights, states, arrivals, slots, lengths)
-
-
-mamba2 = checked(_check, mamba2_unchecked)
 
 
 def mamba2_reference(mixed: torch.Tensor, dt: torch.Tensor, weights: Mamba2Weights, states: LayerStates,

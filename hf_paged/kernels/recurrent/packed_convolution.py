@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
@@ -39,14 +38,6 @@ class PackedRows(NamedTuple):
     slots: torch.Tensor
 
 
-def check_rows(rows: PackedRows) -> tuple[Expected, ...]:
-    """Return what the tensors of rows have to be."""
-    count = len(rows.slots)
-    return (Expected("starts", rows.starts, (count + 1,), torch.int32),
-            Expected("lengths", rows.lengths, (count,), torch.int32),
-            Expected("slots", rows.slots, (count,), torch.int32))
-
-
 def rows_on_host(rows: PackedRows) -> list[tuple[slice, int, bool]]:
     """Return tokens, slot, and whether earlier tokens have made a state, of each row with new tokens."""
     starts, lengths, slots = (tensor.tolist() for tensor in rows)
@@ -54,26 +45,8 @@ def rows_on_host(rows: PackedRows) -> list[tuple[slice, int, bool]]:
             for first, end, length, slot in zip(starts, starts[1:], lengths, slots, strict=False) if end > first]
 
 
-def _check(parts: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, states: torch.Tensor,
-           rows: PackedRows) -> None:
-    if len(parts) != 3:
-        raise ValueError(f"parts: {len(parts)} tensors; expected three of channels, one behind the other")
-    tokens, dtype, taps = len(parts[0]), parts[0].dtype, weight.shape[-1]
-    channels = sum(part.shape[1] * part.shape[2] for part in parts)
-    check_tensors(
-        *(Expected(f"part {i}", part, (tokens, None, None), dtype) for i, part in enumerate(parts)),
-        Expected("weight", weight, (channels, 1, taps), dtype, contiguous=True),
-        *([] if bias is None else [Expected("bias", bias, (channels,), dtype)]),
-        Expected("states", states, (None, channels, taps), dtype, contiguous=True),
-        *check_rows(rows),
-    )
-    if taps & (taps - 1) or not 2 <= taps <= 8 or any(part.shape[2] % 16 for part in parts):
-        raise ValueError(f"{taps} taps and runs of {[part.shape[2] for part in parts]} channels: expected 2, 4 or 8 "
-                         "taps and multiples of 16")
-
-
-def packed_convolution_unchecked(parts: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None,
-                                 states: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+def packed_convolution(parts: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None,
+                       states: torch.Tensor, rows: PackedRows) -> torch.Tensor:
     """Compute silu of the causal convolution of each channel, and leave each row's last inputs in its slot.
 
     Args:
@@ -86,15 +59,9 @@ def packed_convolution_unchecked(parts: Sequence[torch.Tensor], weight: torch.Te
 
     Returns:
         ``[T, C]``, contiguous; undefined for tokens of no row. Rounded to the parts' dtype before silu and behind it.
-
-    Raises:
-        ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
     run = packed_convolution_triton if weight.is_cuda else packed_convolution_reference
     return run(parts, weight, bias, states, rows)
-
-
-packed_convolution = checked(_check, packed_convolution_unchecked)
 
 
 def packed_convolution_reference(parts: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None,

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.device.cuda import shared_memory
-from hf_paged.kernels._checks import Expected, check_tensors, checked
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     jit,
@@ -29,8 +28,8 @@ from hf_paged.kernels._triton import (
     triton,
 )
 from hf_paged.kernels.recurrent._convolution import exp, softplus
-from hf_paged.kernels.recurrent.delta_net import L2_EPS, takes_sizes
-from hf_paged.kernels.recurrent.packed_convolution import PackedRows, check_rows, rows_on_host
+from hf_paged.kernels.recurrent.delta_net import L2_EPS
+from hf_paged.kernels.recurrent.packed_convolution import PackedRows, rows_on_host
 
 CHUNK = 64  # as in transformers
 
@@ -60,24 +59,8 @@ def fits(key_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     return (36 << 10) + key_dim * (640 if dtype == torch.bfloat16 else 1024) <= shared_memory(device)
 
 
-def _check(mixed: torch.Tensor, gates: DeltaGates, states: torch.Tensor, rows: PackedRows) -> None:
-    (tokens, heads, group), (_, _, key_dim, value_dim) = gates.alpha.shape, states.shape
-    channels = heads * (2 * key_dim + group * value_dim)
-    check_tensors(
-        Expected("mixed", mixed, (tokens, channels), None, contiguous=True),
-        Expected("alpha", gates.alpha, (tokens, heads, group), mixed.dtype),
-        Expected("beta", gates.beta, (tokens, heads, group), mixed.dtype),
-        Expected("a_log", gates.a_log, (heads * group,), None),
-        Expected("dt_bias", gates.dt_bias, (heads * group,), None),
-        Expected("states", states, (None, heads * group, key_dim, value_dim), torch.float32, contiguous=True),
-        *check_rows(rows),
-    )
-    if not takes_sizes(key_dim, value_dim, 2):
-        raise ValueError(f"heads of {key_dim} and {value_dim}: expected powers of two from 16 to 256")
-
-
-def packed_delta_rule_unchecked(mixed: torch.Tensor, gates: DeltaGates, states: torch.Tensor,
-                                rows: PackedRows) -> torch.Tensor:
+def packed_delta_rule(mixed: torch.Tensor, gates: DeltaGates, states: torch.Tensor,
+                      rows: PackedRows) -> torch.Tensor:
     """Compute the rule for T packed tokens, and leave the states behind each row's last token in its slot.
 
     Args:
@@ -89,15 +72,9 @@ def packed_delta_rule_unchecked(mixed: torch.Tensor, gates: DeltaGates, states: 
     Returns:
         ``[T, H * G, V]``, the dtype of `mixed`, contiguous; undefined for tokens of no row. beta is rounded to this
         dtype; all else is float32, but for bfloat16, where products have factors of 16 bits or more.
-
-    Raises:
-        ValueError: from the checked op, shapes, dtypes or strides that are not as above.
     """
     run = packed_delta_rule_triton if mixed.is_cuda else packed_delta_rule_reference
     return run(mixed, gates, states, rows)
-
-
-packed_delta_rule = checked(_check, packed_delta_rule_unchecked)
 
 
 def packed_delta_rule_reference(mixed: torch.Tensor, gates: DeltaGates, states: torch.Tensor,

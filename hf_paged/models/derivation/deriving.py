@@ -21,9 +21,8 @@ from hf_paged.errors import Reason
 from hf_paged.guards.hints import OWN_ATTENTION, UNDO_PATCH
 from hf_paged.guards.origin import package_of
 from hf_paged.models.derivation import stored_layout
-from hf_paged.models.derivation.contents import contents_of
 from hf_paged.models.derivation.executor import OUTLINES, ModelOutline, constants_of, modules_below, precision_of
-from hf_paged.models.derivation.layout import Layout, lay_out
+from hf_paged.models.derivation.layout import Layout, contents_of, lay_out
 from hf_paged.models.derivation.over_ranks import part_of
 from hf_paged.models.derivation.recurrent_executor import why_no_states
 from hf_paged.models.derivation.rows_in_dtype import Precision, RowsIn, check_rows_in

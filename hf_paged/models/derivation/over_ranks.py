@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.models.derivation.layout import Layout, body_of, lay_out, watched_forwards
-from hf_paged.models.derivation.two_halves import TOKENS, WANTED, CausalAttention, paths_of
+from hf_paged.models.derivation.two_halves import TOKENS, WANTED, paths_of
 from hf_paged.models.executor import class_logits, final_states
 from hf_paged.models.proof.clone import Double, clone_of
 from hf_paged.models.proof.interface import ProofThread, answered_by, embeddings_of
 from hf_paged.models.proof.reduced import reduced
 from hf_paged.models.proof.stock import forward
-from hf_paged.models.proof.subject import TOLERANCE, distance
+from hf_paged.models.proof.subject import TOLERANCE, CausalAttention, distance
 from hf_paged.models.proof.verdict import Refused
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.layers import Sharded, local_kv_heads

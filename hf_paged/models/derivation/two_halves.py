@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,10 +12,9 @@ from hf_paged.models.derivation.layout import body_of, watched_forwards
 from hf_paged.models.executor import class_logits, final_states
 from hf_paged.models.proof.clone import Double, NoRandomness, clone_of
 from hf_paged.models.proof.interface import answered_by, embeddings_of
-from hf_paged.models.proof.mask_kinds import FULL
 from hf_paged.models.proof.reduced import reduced
 from hf_paged.models.proof.stock import WatchedCache, forward
-from hf_paged.models.proof.subject import TOLERANCE, attend_batch, distance
+from hf_paged.models.proof.subject import TOLERANCE, CausalAttention, distance
 from hf_paged.models.proof.verdict import Refused
 from hf_paged.models.recurrent.view import keeps_states, recorder
 
@@ -74,18 +73,3 @@ def _holds_given(cache: WatchedCache, spy: CausalAttention) -> bool:
         torch.equal(one, other) for pair, given in zip(held, spy.given, strict=True)
         for one, other in zip(pair, given, strict=True))
     return alike and [entry.layer for entry in cache.entries] == list(range(len(held)))
-
-
-class CausalAttention:
-    """Attention engine over full causal masks, which keeps what each call is given."""
-
-    def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
-        self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __call__(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                 mask: torch.Tensor | None, scaling: float | None = None, softcap: float | None = None,
-                 s_aux: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
-        self.modules.append(module)
-        self.given.append((key, value))
-        return attend_batch(query, key, value, FULL, scaling, softcap, s_aux)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_paged.models.base import StateKey
 from hf_paged.models.proof.calls import AttentionRecord, Recorder
 from hf_paged.models.proof.clone import NoRandomness
 from hf_paged.models.proof.interface import answered_by, embeddings_of
-from hf_paged.models.proof.mask_kinds import MaskKind
+from hf_paged.models.proof.mask_kinds import FULL, MaskKind
 from hf_paged.models.proof.packed import PackedSteps, RecurrentSteps, Row, attend
 from hf_paged.models.proof.reduced import VOCABULARY
 from hf_paged.models.proof.stock import cache_argument, forward
@@ -79,7 +80,23 @@ def _prompts(vocabulary: int) -> list[list[int]]:
 
 def attend_batch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: MaskKind, scaling: float | None,
                  softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return [1, T, H, D] of one whole row, whose queries, keys and values are [1, H, T, D]."""
+    """Return [1, T, H, D] of a row with keys and values [1, H, S, D], whose last T tokens have queries [1, H, T, D]."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    at = torch.arange(len(query))
-    return attend(query, key, value, at, at, mask, scaling, softcap, sinks)[None].contiguous()
+    at = torch.arange(len(key))
+    query_at = at[len(key) - len(query) :]
+    return attend(query, key, value, query_at, at, mask, scaling, softcap, sinks)[None].contiguous()
+
+
+class CausalAttention:
+    """Attention engine over full causal masks, which keeps what each call is given."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                 mask: torch.Tensor | None, scaling: float | None = None, softcap: float | None = None,
+                 s_aux: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
+        self.modules.append(module)
+        self.given.append((key, value))
+        return attend_batch(query, key, value, FULL, scaling, softcap, s_aux)

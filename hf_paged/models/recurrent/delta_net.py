@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_paged.kernels.recurrent.delta_net import DeltaNetInputs, DeltaNetWeights, delta_net_unchecked, takes_sizes
-from hf_paged.kernels.recurrent.gated_rms_norm import gated_rms_norm_unchecked
-from hf_paged.kernels.recurrent.packed_convolution import packed_convolution_unchecked
-from hf_paged.kernels.recurrent.packed_delta_rule import DeltaGates, fits, packed_delta_rule_unchecked, scratch_bytes
+from hf_paged.kernels.recurrent.delta_net import DeltaNetInputs, DeltaNetWeights, delta_net, takes_sizes
+from hf_paged.kernels.recurrent.gated_rms_norm import gated_rms_norm
+from hf_paged.kernels.recurrent.packed_convolution import packed_convolution
+from hf_paged.kernels.recurrent.packed_delta_rule import DeltaGates, fits, packed_delta_rule, scratch_bytes
 from hf_paged.models.base import StateShape
 from hf_paged.models.recurrent.plain_weights import unlike_layers, unlike_states
 from hf_paged.models.recurrent.view import StateView
@@ -67,7 +67,7 @@ def decode(layer: Any, hidden_states: torch.Tensor, cache: StateView, **_: Any) 
     weights = DeltaNetWeights(layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.norm.weight,
                               layer.norm.variance_epsilon)
     lines = cache.lines(layer.layer_idx)
-    made = delta_net_unchecked(inputs, weights, lines.states, lines.slots, lines.lengths)
+    made = delta_net(inputs, weights, lines.states, lines.slots, lines.lengths)
     output: torch.Tensor = layer.out_proj(made[:, None])
     return output
 
@@ -77,10 +77,10 @@ def prompts(layer: Any, hidden_states: torch.Tensor, cache: StateView, **_: Any)
     query, key, value, gate, alpha, beta = _LAYERS[type(layer).__module__, type(layer).__name__](layer, hidden_states)
     states, rows = cache.lines(layer.layer_idx).states, cache.packed
     assert rows is not None
-    mixed = packed_convolution_unchecked((query, key, value.flatten(2)), layer.conv1d.weight, None, states.conv, rows)
+    mixed = packed_convolution((query, key, value.flatten(2)), layer.conv1d.weight, None, states.conv, rows)
     gates = DeltaGates(alpha, beta, layer.A_log, layer.dt_bias)
-    made = packed_delta_rule_unchecked(mixed, gates, states.recurrent, rows)
-    made = gated_rms_norm_unchecked(made, gate, layer.norm.weight, layer.norm.variance_epsilon)
+    made = packed_delta_rule(mixed, gates, states.recurrent, rows)
+    made = gated_rms_norm(made, gate, layer.norm.weight, layer.norm.variance_epsilon)
     output: torch.Tensor = layer.out_proj(made[None])
     return output
 

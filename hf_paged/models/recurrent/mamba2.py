@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_paged.kernels.recurrent.mamba2 import Mamba2Weights, mamba2_unchecked, takes_sizes
+from hf_paged.kernels.recurrent.mamba2 import Mamba2Weights, mamba2, takes_sizes
 from hf_paged.models.base import StateShape
 from hf_paged.models.recurrent.plain_weights import unlike_layers, unlike_states
 from hf_paged.models.recurrent.view import StateView
@@ -35,7 +35,7 @@ def decode(layer: Any, hidden_states: torch.Tensor, cache: StateView, **_: Any) 
     conv = layer.conv1d
     weights = Mamba2Weights(conv.weight, conv.bias, layer.A_log, layer.D, layer.dt_bias)
     lines = cache.lines(layer.layer_idx)
-    made = mamba2_unchecked(mixed[:, 0], dt[:, 0], weights, lines.states, lines.arrivals, lines.slots, lines.lengths)
+    made = mamba2(mixed[:, 0], dt[:, 0], weights, lines.states, lines.arrivals, lines.slots, lines.lengths)
     output: torch.Tensor = layer.out_proj(layer.norm(made[:, None], gate).to(hidden_states.dtype))
     return output
 

@@ -128,23 +128,3 @@ def test_tiles_of_every_number_of_rows(rows, rank):
     config = gate_up_module.fastest_config(rows, 8, ExpertWeights(torch.empty(128, 1, 1), update=update))
     assert config.tile * config.programs >= min(rows, config.tile)
     assert config.block_n % 2 == 0
-
-
-def test_bad_arguments():
-    x, gate_ups, downs, routes = make(5, 6, 3, 64, 80, torch.bfloat16)
-    inner = gate_up(x, gate_ups, routes)
-    with pytest.raises(ValueError, match="weight"):
-        gate_up(x, downs, routes)
-    with pytest.raises(ValueError, match="weight"):
-        gate_up(x, gate_ups._replace(is_transposed=True), routes)
-    with pytest.raises(ValueError, match="bias"):
-        gate_up(x, gate_ups._replace(bias=x[0]), routes)
-    with pytest.raises(ValueError, match="experts"):
-        gate_up(x[:3], gate_ups, routes)
-    with pytest.raises(ValueError, match="weight"):
-        down(inner, gate_ups, routes)
-    outputs = ExpertOutputs(down(inner, downs, routes), routes)
-    with pytest.raises(ValueError, match="scores must be float32"):
-        join_experts(outputs._replace(routes=routes._replace(scores=routes.scores.half())))
-    with pytest.raises(ValueError, match="residual"):
-        join_experts_add_rms_norm(outputs, x[:3], x[0], EPS)

@@ -115,8 +115,6 @@ def test_parts_add_up_to_the_product(splits, rows):
     for part in parts:
         total += part
     assert torch.equal(total.to(x.dtype), product)
-    with pytest.raises(ValueError, match="K"):
-        linear_parts(x, weight[:, 1:])
     assert torch.equal(linear_parts(x, weight), linear(x, weight))
 
 
@@ -131,19 +129,8 @@ def test_on_the_cpu_it_is_torchs_own(dtype, rows):
     assert torch.equal(linear_silu_mul(x, weight), silu_mul(F.linear(x, weight)))
 
 
-def test_bad_arguments():
-    x, weight, bias = torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(3)
-    for arguments, message in [
-        ((x[0], weight), "T, K"),
-        ((x, weight[:, 1:]), "T, K"),
-        ((x, weight, bias[1:]), "bias"),
-        ((x, weight.half()), "dtype"),
-        ((x, weight, bias.half()), "dtype"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            linear(*arguments)
-    with pytest.raises(ValueError, match="2 \\* I"):
-        linear_silu_mul(x, weight)
+def test_more_rows_than_a_config_takes_are_refused():
+    weight = torch.zeros(3, 4)
     with pytest.raises(ValueError, match="at most 4 rows"):
         gemv(torch.zeros(5, 4), weight, None, GemvConfig(1, 1, 1))
     with pytest.raises(ValueError, match="at most 64 rows"):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hf_paged.kernels.layer.store_kv import store_kv, store_kv_reference, store_kv_triton
+from hf_paged.kernels.layer.store_kv import check_tokens, store_kv, store_kv_reference, store_kv_triton
 
 
 def _inputs(seed, device="cpu", dtype=None, shape=None):
@@ -78,7 +78,7 @@ def test_values_of_another_size_than_keys(store, shape, size):
     _check(store, _with_unlike_values(_inputs(4, shape=shape), size))
 
 
-def test_bad_arguments():
+def test_tokens_that_are_refused():
     key, value, k_cache, v_cache, slots = _inputs(3, dtype=torch.float32)
     for arguments, message in [
         ((key[:-1], value, k_cache, v_cache, slots), "T, Hkv, D"),
@@ -89,7 +89,7 @@ def test_bad_arguments():
         ((key.transpose(0, 2).contiguous().transpose(0, 2), value, k_cache, v_cache, slots), "last dim"),
     ]:
         with pytest.raises(ValueError, match=message):
-            store_kv(*arguments)
+            check_tokens(*arguments)
 
 
 @pytest.mark.gpu

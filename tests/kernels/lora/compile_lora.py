@@ -17,14 +17,14 @@ from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache
 from hf_paged.kernels.lora.lora_expand import (
     Delta,
     _expand_kernel,
-    lora_expand_silu_mul_unchecked,
-    lora_expand_unchecked,
+    lora_expand,
+    lora_expand_silu_mul,
 )
 from hf_paged.kernels.lora.lora_qk_norm_rope_store import (
     _lora_qk_norm_rope_store_kernel,
     lora_qk_norm_rope_store_triton,
 )
-from hf_paged.kernels.lora.lora_shrink import _shrink_kernel, lora_shrink_unchecked
+from hf_paged.kernels.lora.lora_shrink import _shrink_kernel, lora_shrink
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM = 1024, 8, 4, 128
 
@@ -39,11 +39,11 @@ def run(rows: int, rank: int, dtype: str, adapters: str) -> dict[str, dict[str, 
     qkv, gate_up = (case_of(rows, rank, dtype, adapters, members) for members in (3, 2))
     found = {}
     with OnGpu():
-        sums = lora_shrink_unchecked(qkv.x, qkv.table, None)
+        sums = lora_shrink(qkv.x, qkv.table, None)
         found["shrink"] = asked_for(_shrink_kernel)
-        lora_expand_unchecked(qkv.product, sums, qkv.table, None)
+        lora_expand(qkv.product, sums, qkv.table, None)
         found["expand"] = asked_for(_expand_kernel)
-        lora_expand_silu_mul_unchecked(gate_up.product, sums[:, :, :, :2].contiguous(), gate_up.table, None)
+        lora_expand_silu_mul(gate_up.product, sums[:, :, :, :2].contiguous(), gate_up.table, None)
         found["silu"] = asked_for(_expand_kernel)
         if rows <= 1024:
             norm, cos = torch.empty(HEAD_DIM).to(qkv.x), torch.empty(8, HEAD_DIM).to(qkv.x)

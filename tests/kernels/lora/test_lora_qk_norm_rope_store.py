@@ -11,8 +11,8 @@ from hf_paged.kernels.lora import lora_order
 from hf_paged.kernels.lora import lora_qk_norm_rope_store as module
 from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_reference
 from hf_paged.kernels.lora.lora_qk_norm_rope_store import (
+    lora_qk_norm_rope_store,
     lora_qk_norm_rope_store_triton,
-    lora_qk_norm_rope_store_unchecked,
 )
 from hf_paged.kernels.lora.lora_shrink import lora_shrink
 
@@ -105,7 +105,7 @@ def test_no_rows_at_all_launch_nothing():
 
 
 def test_on_a_cpu_the_two_operations_run_one_by_one():
-    Case(33, MANY).check(lora_qk_norm_rope_store_unchecked, 1e-5)
+    Case(33, MANY).check(lora_qk_norm_rope_store, 1e-5)
 
 
 def test_one_launch_is_for_few_rows_and_adapters_of_whole_heads():
@@ -126,7 +126,7 @@ def test_one_launch_is_for_few_rows_and_adapters_of_whole_heads():
 def test_gpu_kernel_gives_what_the_two_operations_give(rows, adapters, options, mixed):
     case = Case(rows, MANY, heads=16, kv_heads=8, dtype=torch.bfloat16, adapters=adapters, device="cuda", mixed=mixed,
                 **({"head_dim": 128} | options))
-    for actual, expected in zip(*case.both(lora_qk_norm_rope_store_unchecked), strict=True):
+    for actual, expected in zip(*case.both(lora_qk_norm_rope_store), strict=True):
         # Other sums, and values that lie between two: some are off by one rounding, which RoPE's differences show.
         assert (actual.double() - expected.double()).norm() / expected.double().norm() < 2e-3
         assert (actual != expected).float().mean() < 0.03

@@ -15,6 +15,7 @@ from hf_paged.kernels.recurrent.delta_net import (
     delta_net,
     delta_net_reference,
     delta_net_triton,
+    takes_sizes,
 )
 
 KERNEL = [pytest.mark.interpreted, pytest.mark.usefixtures("guarded_outputs")]
@@ -95,26 +96,14 @@ def test_the_reference_is_stocks_layer(name, dtype):
         torch.testing.assert_close(made, known, rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize(("sizes", "are_taken"), [
+    ((16, 32, 4), True), ((16, 24, 4), False), ((8, 32, 4), False), ((512, 32, 4), False), ((16, 32, 3), False),
+], ids=str)
+def test_sizes(sizes, are_taken):
+    assert takes_sizes(*sizes) == are_taken
+
+
 def test_without_rows():
     inputs, weights, states, slots = make(torch.bfloat16)
     none = DeltaNetInputs(*(tensor[:0] for tensor in inputs))
     assert delta_net(none, weights, states, slots[:0]).shape == (0, 128)
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda i, w, s, n: (i._replace(key=i.key.half()), w, s, n), "key"),
-    (lambda i, w, s, n: (i, w, s._replace(conv=s.conv[:, :, :3]), n), "conv states"),
-    (lambda i, w, s, n: (i, w, s._replace(recurrent=s.recurrent.bfloat16()), n), "states"),
-    (lambda i, w, s, n: (i, w, s, n.long()), "slots"),
-    (lambda i, w, s, n: (i._replace(value=i.value.transpose(2, 3).contiguous().transpose(2, 3)), w, s, n), "value"),
-    (lambda i, w, s, n: (i._replace(gate=torch.cat([i.gate, i.gate], 2)[:, :, ::2]), w, s, n), "side by side"),
-], ids=lambda value: value if isinstance(value, str) else "change")
-def test_arguments(change, message):
-    with pytest.raises(ValueError, match=message):
-        delta_net(*change(*make(torch.float32)))
-
-
-def test_sizes():
-    inputs, weights, states, slots = make(torch.float32, value_dim=24)
-    with pytest.raises(ValueError, match="powers of two"):
-        delta_net(inputs, weights, states, slots)

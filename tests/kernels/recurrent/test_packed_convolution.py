@@ -59,24 +59,3 @@ def test_without_tokens():
     assert packed_convolution(case.parts, case.weight, None, case.conv, case.rows).shape == (0, 192)
     none = PackedRows(case.rows.starts[:1], case.rows.lengths[:0], case.rows.slots[:0])
     assert packed_convolution(case.parts, case.weight, None, case.conv, none).shape == (0, 192)
-
-
-@pytest.mark.parametrize(("at", "change", "message"), [
-    (0, lambda parts: parts[:2], "three"), (0, lambda parts: (*parts[:2], parts[2].half()), "part 2"),
-    (0, lambda parts: (*parts[:2], parts[2][:, :, :24]), "multiples of 16|weight"),
-    (1, lambda weight: weight[:, :, :3].contiguous(), "states|taps"), (2, lambda bias: torch.zeros(3), "bias"),
-    (3, lambda conv: conv.half(), "states"), (4, lambda rows: rows._replace(slots=rows.slots.long()), "slots"),
-    (4, lambda rows: rows._replace(starts=rows.starts[1:]), "starts"),
-], ids=["parts", "part", "width", "taps", "bias", "states", "slots", "starts"])
-def test_arguments(at, change, message):
-    case = packed(torch.float32)
-    given = [case.parts, case.weight, None, case.conv, case.rows]
-    given[at] = change(given[at])
-    with pytest.raises(ValueError, match=message):
-        packed_convolution(*given)
-
-
-def test_taps():
-    case = packed(torch.float32, taps=3)
-    with pytest.raises(ValueError, match="3 taps"):
-        packed_convolution(case.parts, case.weight, None, case.conv, case.rows)

@@ -124,25 +124,6 @@ def test_without_tokens():
     assert packed_delta_rule(torch.empty(0, 192), case.gates, case.recurrent, case.rows).shape == (0, 4, 32)
 
 
-@pytest.mark.parametrize(("at", "change", "message"), [
-    (0, lambda mixed: mixed[:, :100], "mixed"), (1, lambda gates: gates._replace(beta=gates.beta.half()), "beta"),
-    (1, lambda gates: gates._replace(a_log=gates.a_log[:2]), "a_log"), (2, lambda states: states.half(), "states"),
-    (3, lambda rows: rows._replace(lengths=rows.lengths.long()), "lengths"),
-], ids=["mixed", "beta", "a_log", "states", "lengths"])
-def test_arguments(at, change, message):
-    case = packed(torch.float32)
-    given = [mixed_of(case), case.gates, case.recurrent, case.rows]
-    given[at] = change(given[at])
-    with pytest.raises(ValueError, match=message):
-        packed_delta_rule(*given)
-
-
-def test_sizes():
-    case = packed(torch.float32, value_dim=48)
-    with pytest.raises(ValueError, match="powers of two"):
-        packed_delta_rule(mixed_of(case), case.gates, case.recurrent, case.rows)
-
-
 def test_the_bytes_of_a_token_are_those_of_the_tensors():
     case = packed(torch.bfloat16)
     mixed = mixed_of(case)

@@ -27,7 +27,7 @@ OPTIONS = {"max_num_batched_tokens": 32, "max_num_seqs": 5}
 def rows(monkeypatch):
     """Rows of each call of the operation; the layers' states must not be gathered in these steps."""
     seen, read = [], StateView._read
-    of_delta_net, of_mamba2 = delta_net.delta_net_unchecked, mamba2.mamba2_unchecked
+    of_delta_net, of_mamba2 = delta_net.delta_net, mamba2.mamba2
 
     def changeable(states):
         """Other ones in dry runs, which launch no kernel."""
@@ -46,8 +46,8 @@ def rows(monkeypatch):
         return read(self, key)
 
     monkeypatch.setattr(recurrent_executor, "why_not_on", lambda device: None)
-    monkeypatch.setattr(delta_net, "delta_net_unchecked", count_delta_net)
-    monkeypatch.setattr(mamba2, "mamba2_unchecked", count_mamba2)
+    monkeypatch.setattr(delta_net, "delta_net", count_delta_net)
+    monkeypatch.setattr(mamba2, "mamba2", count_mamba2)
     monkeypatch.setattr(StateView, "_read", checked)
     uncaptured(monkeypatch)  # which plans decode rows as on a GPU
     return seen

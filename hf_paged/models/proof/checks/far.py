@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from hf_paged.models.proof.interface import answered_by
-from hf_paged.models.proof.mask_kinds import FULL
-from hf_paged.models.proof.packed import BLOCK, RecurrentSteps, attend
+from hf_paged.models.proof.packed import BLOCK, RecurrentSteps
 from hf_paged.models.proof.stock import Entry, WatchedCache, cache_argument, filled_cache, forward
-from hf_paged.models.proof.subject import TOLERANCE, Subject, distance
+from hf_paged.models.proof.subject import TOLERANCE, CausalAttention, Subject, distance
 from hf_paged.models.proof.verdict import Refused
 
 FARTHEST = 40_000  # a proof ends in front of a number beyond it
@@ -134,7 +132,7 @@ class _Far:
     def _given_entries(self) -> list[Entry]:
         """Return the entries of a cache; sets for each attention call the layer whose entry it gets as it is."""
         cache = WatchedCache(self._subject.model)
-        spy = _Spy()
+        spy = CausalAttention()
         with answered_by(self._subject.model, spy):
             forward(self._subject.model, self.tokens(7), 0, cache)
         if len(spy.given) != len(self._subject.calls):
@@ -151,27 +149,11 @@ class _Far:
             return ([self._filling[layer][0][:first] for layer in layers],
                     [self._filling[layer][1][:first] for layer in layers])
         # The cache holds what keys and values are computed from (latents): they are taken where attention gets them.
-        spy = _Spy()
+        spy = CausalAttention()
         with answered_by(self._subject.model, spy):
             self._stock(_Row("", first, [5]))
         return tuple([_padded(pair[part][0, :, :-1].transpose(0, 1), first) for pair in spy.given]
                      for part in (0, 1))  # type: ignore[return-value]
-
-
-class _Spy:
-    """Attention engine that keeps the keys and values of each call."""
-
-    def __init__(self) -> None:
-        self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __call__(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                 mask: torch.Tensor | None, scaling: float | None = None, softcap: float | None = None,
-                 s_aux: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
-        self.given.append((key, value))
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        at = torch.arange(len(key))
-        attended = attend(query, key, value, at[len(key) - len(query) :], at, FULL, scaling, softcap, s_aux)
-        return attended[None].contiguous()
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
