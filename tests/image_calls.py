@@ -122,6 +122,12 @@ def _one(model: PreTrainedModel, image: int) -> dict[str, torch.Tensor]:
         places[: height * width] = torch.stack(grid, -1).reshape(-1, 2)
         pixels[: height * width] = torch.rand(height * width, 3 * tower.patch_size**2, generator=generator)
         return {"pixel_values": pixels[None], "image_position_ids": places[None]}
+    if kind == "lfm2_vl":
+        height, width = [(4, 4), (4, 6), (2, 4), (6, 4)][image % 4]
+        pixels, mask = torch.zeros(1, 24, 3 * tower.patch_size**2), torch.zeros(1, 24, dtype=torch.long)
+        pixels[:, : height * width] = torch.randn(height * width, pixels.shape[2], generator=generator)
+        mask[:, : height * width] = 1
+        return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[height, width]])}
     if kind in _TILED:
         size = [(16, 32), (32, 16), (32, 32), (16, 16)][image % 4]
         return {"pixel_values": torch.randn(1, 5, 3, 16, 16, generator=generator), "image_sizes": torch.tensor([size])}

@@ -53,19 +53,22 @@ def handed_over(model: nn.Module, path: str, call: Callable[[Any], object]) -> d
 
 
 def feeding(body: nn.Module, path: str, fed: FedTokens) -> nn.Module:
-    """Return a view of a model's body whose decoder, at `path` in it, is fed these rows and positions of a step."""
+    """Return a view of a model's body whose decoder, at `path` in it, is fed these rows and positions of a step: of
+    packed tokens [1, T], or of one token each of several rows [T, 1]."""
     decoder = body.get_submodule(path)
     return view_of(body, {path: lambda **inputs: decoder(**_exchanged(inputs, fed))})
 
 
 def _exchanged(inputs: dict[str, Any], fed: FedTokens) -> dict[str, Any]:
-    found = dict(inputs)
+    found, shape = dict(inputs), inputs["inputs_embeds"].shape[:2]
     for name, (tokens, rows) in fed.rows.items():
         if name == DEEPSTACK:
-            mask = torch.zeros(inputs["inputs_embeds"].shape[:2], dtype=torch.bool, device=tokens.device)
-            found |= {MASK: mask.index_fill(1, tokens, True), DEEPSTACK: list(rows.unbind(1))}
+            mask = torch.zeros(shape.numel(), dtype=torch.bool, device=tokens.device)
+            found |= {MASK: mask.index_fill(0, tokens, True).view(shape), DEEPSTACK: list(rows.unbind(1))}
         else:
-            found[name] = inputs[name].index_copy(1, tokens, rows[None].to(inputs[name].dtype))
+            given = inputs[name]
+            found[name] = given.flatten(0, 1).index_copy(0, tokens, rows.to(given.dtype)).view_as(given)
     if fed.positions is not None:  # of one axis without a dimension for it
-        found["position_ids"] = fed.positions[:, None] if len(fed.positions) > 1 else fed.positions
+        axes = fed.positions if len(fed.positions) > 1 else fed.positions[0]
+        found["position_ids"] = axes.unflatten(-1, shape)
     return found
