@@ -2,8 +2,7 @@
 
 A model with recurrent states goes on behind cached blocks only from the state at that place. A snapshot may stand
 behind any token: it has the states there, and the keys and values behind the last full block. It is found by the
-``prefix_id`` of the full blocks before it and by its tail, which is compared like a block's content. So it is lost with
-the last of these blocks.
+``prefix_id`` of the full blocks before it, so it is lost with the last of these, and by what it has behind them.
 """
 
 from __future__ import annotations

@@ -53,22 +53,19 @@ def handed_over(model: nn.Module, path: str, call: Callable[[Any], object]) -> d
 
 
 def feeding(body: nn.Module, path: str, fed: FedTokens) -> nn.Module:
-    """Return a view of a model's body whose decoder, at `path` in it, is fed these rows and positions of a step: of
-    packed tokens [1, T], or of one token each of several rows [T, 1]."""
+    """Return a view of a model's body whose decoder, at `path` in it, is fed these rows and positions of a step."""
     decoder = body.get_submodule(path)
     return view_of(body, {path: lambda **inputs: decoder(**_exchanged(inputs, fed))})
 
 
 def _exchanged(inputs: dict[str, Any], fed: FedTokens) -> dict[str, Any]:
-    found, shape = dict(inputs), inputs["inputs_embeds"].shape[:2]
+    found, shape = dict(inputs), inputs["inputs_embeds"].shape[:2]  # [1, T], or [T, 1] of rows of one token each
     for name, (tokens, rows) in fed.rows.items():
         if name == DEEPSTACK:
             mask = torch.zeros(shape.numel(), dtype=torch.bool, device=tokens.device)
             found |= {MASK: mask.index_fill(0, tokens, True).view(shape), DEEPSTACK: list(rows.unbind(1))}
         else:
-            given = inputs[name]
-            found[name] = given.flatten(0, 1).index_copy(0, tokens, rows.to(given.dtype)).view_as(given)
+            found[name] = found[name].flatten(0, 1).index_copy(0, tokens, rows.to(found[name])).unflatten(0, shape)
     if fed.positions is not None:  # of one axis without a dimension for it
-        axes = fed.positions if len(fed.positions) > 1 else fed.positions[0]
-        found["position_ids"] = axes.unflatten(-1, shape)
+        found["position_ids"] = fed.positions.unflatten(1, shape).squeeze(0)
     return found
