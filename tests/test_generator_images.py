@@ -26,7 +26,7 @@ from image_processors import (
     user,
 )
 from recurrent_models import with_idiom
-from support import assert_idle, random_prompts, tiny_model
+from support import assert_idle, random_prompts, stock_generate, tiny_model
 
 import hf_paged
 from hf_paged import PagedGenerator
@@ -231,6 +231,29 @@ def test_weights_of_the_tower_that_change(qwen):
                 weight.mul_(1.2)
         after = found_in(generator.generate(ONE, **NEW))
         assert after == answers(*qwen, [ONE]) != before
+
+
+def test_weights_that_change_while_an_image_runs(qwen):
+    """What was fed is fed again."""
+    model, made = qwen
+    with PagedGenerator(*qwen) as generator:
+        outputs = []
+        for _, output in generator.stream([TWO], max_new_tokens=12):
+            outputs.append(output)
+            if len(outputs) == 4:
+                with generator.engine.weight_update(), torch.no_grad():
+                    for name, weight in model.named_parameters():
+                        if "language_model" in name and "proj" in name:
+                            weight.mul_(0.8)
+        tokens, versions = outputs[-1].completion.token_ids, outputs[-1].completion.weight_versions
+    before = versions.count(versions[0])
+    inputs = made.apply_chat_template(copy.deepcopy(TWO), tokenize=True, return_dict=True, return_tensors="pt",
+                                      add_generation_prompt=True)
+    for name, further in (("input_ids", torch.tensor(tokens[:before])), ("attention_mask", torch.ones(before)),
+                          ("mm_token_type_ids", torch.zeros(before))):
+        inputs[name] = torch.cat([inputs[name], further[None].to(inputs[name].dtype)], 1)
+    expected = stock_generate(model, **inputs, max_new_tokens=12 - before)[0, -(12 - before):].tolist()
+    assert 0 < before < 12 and tokens[before:] == expected
 
 
 @alone
