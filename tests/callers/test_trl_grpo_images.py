@@ -57,8 +57,8 @@ def train(model: PreTrainedModel, name: str, folder: Any, *, bf16: bool) -> Run:
 @pytest.mark.parametrize(("name", "bf16"), [
     ("qwen2.5-vl", False), ("qwen2.5-vl", True), pytest.param("qwen3.5", False, marks=with_idiom)])
 def test_training_with_images_is_stocks(name, tmp_path, bf16):
-    """Also under autocast, which accelerate puts around the model's forward. There states, whose steps have other shapes
-    than stock's, round otherwise."""
+    """Also under autocast, which accelerate puts around the model's forward; there states round otherwise, in steps of
+    other shapes than stock's."""
     model = model_of(processor(name), name)
     stock = train(copy.deepcopy(model), name, tmp_path / "stock", bf16=bf16)
     hf_paged.enable(model)
