@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from hf_paged.engine.engine import Engine
 from hf_paged.sampling.log_probs import RAW
 
-PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "kimi_k25")
+_TYPED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
+PATCHES = (*_TYPED, "kimi_k25", "lfm3_vl")
 _PADDED, _TILED, _SIZED = ("smolvlm", "idefics3"), ("llava_next", "llava_onevision"), ("mistral3",)
 Part = int | str | list[int]
 
@@ -89,7 +90,7 @@ def with_log_probabilities(model: PreTrainedModel, call: dict[str, Any]) -> tupl
 
 def _types(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     kind = model.config.model_type
-    if kind in PATCHES[:-1] or kind == "gemma4":
+    if kind in _TYPED or kind == "gemma4":
         return {"mm_token_type_ids": (ids == IMAGE).long()}
     return {"token_type_ids": (ids == IMAGE).long()} if kind == "gemma3" else {}
 
@@ -97,7 +98,9 @@ def _types(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]
 def _tower_inputs(model: PreTrainedModel, named: list[list[str]]) -> dict[str, torch.Tensor]:
     given = [_one(model, int(image)) for row in named for image in row]
     if model.config.model_type not in _PADDED:
-        return {name: torch.cat([one[name] for one in given]) for name in given[0]}
+        # Of the patches of images one beside the other, a batch of one.
+        beside = {"pixel_values": 3} if "target_sizes" in given[0] else {}
+        return {name: torch.cat([one[name] for one in given], beside.get(name, 0)) for name in given[0]}
     pixels, images = torch.zeros(len(named), max(map(len, named)), 3, 16, 16), iter(given)
     for line, row in zip(pixels, named, strict=True):
         for place, _ in enumerate(row):
@@ -122,6 +125,16 @@ def _one(model: PreTrainedModel, image: int) -> dict[str, torch.Tensor]:
         places[: height * width] = torch.stack(grid, -1).reshape(-1, 2)
         pixels[: height * width] = torch.rand(height * width, 3 * tower.patch_size**2, generator=generator)
         return {"pixel_values": pixels[None], "image_position_ids": places[None]}
+    if kind == "minicpmv4_6":
+        height, width = [(8, 8), (4, 8), (8, 4), (8, 12)][image % 4]
+        pixels = torch.randn(1, 3, tower.patch_size, height * width * tower.patch_size, generator=generator)
+        return {"pixel_values": pixels, "target_sizes": torch.tensor([[height, width]], dtype=torch.int32)}
+    if kind == "lfm2_vl":
+        height, width = [(4, 4), (4, 6), (2, 4), (6, 4)][image % 4]
+        pixels, mask = torch.zeros(1, 24, 3 * tower.patch_size**2), torch.zeros(1, 24, dtype=torch.long)
+        pixels[:, : height * width] = torch.randn(height * width, pixels.shape[2], generator=generator)
+        mask[:, : height * width] = 1
+        return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[height, width]])}
     if kind in _TILED:
         size = [(16, 32), (32, 16), (32, 32), (16, 16)][image % 4]
         return {"pixel_values": torch.randn(1, 5, 3, 16, 16, generator=generator), "image_sizes": torch.tensor([size])}

@@ -46,6 +46,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "lfm2-vl": ("Lfm2Vl", CONV | {"num_hidden_layers": 3, "model_type": "lfm2"}, _TOWER | {
         "model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 4,
     }, {"image_token_id": IMAGE, "projector_hidden_size": 16, "downsample_factor": 2}),
+    "lfm3-vl": ("Lfm3Vl", CONV | {"num_hidden_layers": 3, "model_type": "lfm3"}, _TOWER | {
+        "num_key_value_heads": 1, "patch_size": 4, "layer_types": ["conv", "full_attention"],
+    }, _IDS | _STARTS | {"projector_hidden_size": 16}),
+    "minicpm-v-4.6": ("MiniCPMV4_6", DELTA | {"num_hidden_layers": 3, "model_type": "qwen3_5_text"}, _TOWER | {
+        "image_size": 32, "patch_size": 4}, _IDS | {"insert_layer_id": 0}),
     "glm4v": ("Glm4v", _axes([2, 3, 3], partial_rotary_factor=1.0), _GRID | {"image_size": 32, "out_hidden_size": 64},
               _IDS | {"image_start_token_id": START, "image_end_token_id": END, "video_start_token_id": START - 2,
                       "video_end_token_id": START - 3}),
@@ -82,7 +87,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
                {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END,
                 "mm_tokens_per_image": 16}),
 }
-WITH_STATES = ("qwen3.5", "qwen3.5-moe", "lfm2-vl")
+WITH_STATES = ("qwen3.5", "qwen3.5-moe", "lfm2-vl", "lfm3-vl", "minicpm-v-4.6")
 
 
 def image_model(name: str, marks: dict[int, int] | None = None, **changed: Any) -> PreTrainedModel:

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
+    Qwen3VLProcessor,
 )
 
 pil = pytest.importorskip("PIL.Image")
@@ -30,18 +31,26 @@ TEMPLATE = (
     "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
 # By model: what its template writes for an image.
 PLACES = {"llava": MARKS[IMAGE], "qwen2.5-vl": MARKS[START] + MARKS[IMAGE] + MARKS[END], "gemma3": MARKS[START],
-          "idefics3": MARKS[IMAGE]}
+          "idefics3": MARKS[IMAGE], "qwen3.5": MARKS[START] + MARKS[IMAGE] + MARKS[END]}
 
 
-class QwenProcessor(Qwen2_5_VLProcessor):
-    """Without videos, whose processor needs torchvision."""
+class _WithoutVideos:
+    """Of which the processor needs torchvision."""
 
     @classmethod
     def get_attributes(cls) -> list[str]:
         return ["image_processor", "tokenizer"]
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, **kwargs: Any) -> None:
-        super().__init__(image_processor, tokenizer, None, **kwargs)
+        super().__init__(image_processor, tokenizer, None, **kwargs)  # type: ignore[call-arg]
+
+
+class QwenProcessor(_WithoutVideos, Qwen2_5_VLProcessor):
+    pass
+
+
+class Qwen3Processor(_WithoutVideos, Qwen3VLProcessor):
+    pass
 
 
 def processor(name: str) -> Any:
@@ -51,11 +60,12 @@ def processor(name: str) -> Any:
         extra_special_tokens={"image_token": MARKS[IMAGE], "boi_token": MARKS[START], "eoi_token": MARKS[END],
                               "video_token": MARKS[VIDEO]})
     template = TEMPLATE.replace("IMAGE", PLACES[name])
-    if name == "qwen2.5-vl":
+    if name in ("qwen2.5-vl", "qwen3.5"):
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         images: Any = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 256})
-        return QwenProcessor(images, tokenizer, chat_template=template)
+        kind = QwenProcessor if name == "qwen2.5-vl" else Qwen3Processor
+        return kind(images, tokenizer, chat_template=template)
     if name == "gemma3":
         from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 

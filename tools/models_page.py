@@ -33,8 +33,9 @@ class with its default config, small and in float64. [design/models.md](design/m
 
 `hf-paged check MODEL` says how a checkpoint runs. Of {texts} further image-text classes (second list) calls with text
 alone run natively; calls with images do where the class [hands its decoder what is known](design/images.md). Classes
-with a [recurrent state](design/recurrent_states.md) run natively on one CPU or GPU. Where `flash-linear-attention` is
-installed, transformers calls it for delta nets in the proof on the CPU, too, where it does not run: they go to stock.
+with a [recurrent state](design/recurrent_states.md) run natively on one CPU or GPU, with images, too. Where
+`flash-linear-attention` is installed, transformers calls it for delta nets in the proof on the CPU, too, where it does
+not run: they go to stock.
 
 """
 TABLE = """| class | runs | limit or reason |

@@ -463,6 +463,8 @@ IMAGE_PROMPTS = [
                     "no_interval"),
     PackageMutation(f"{IMAGES}/decoder_inputs.py", "if fed.positions is not None:", "if False:", IMAGE_TESTS,
                     "each_call and qwen2.5"),
+    PackageMutation(f"{IMAGES}/decoder_inputs.py", "unflatten(1, shape)", "unflatten(1, (1, -1))",
+                    "models/images/test_decoder_inputs.py", "positions"),
     PackageMutation("models/base.py", "if self.fed is not None and self.fed.seen:", "if False:", IMAGE_TESTS,
                     "each_call and gemma3"),
     PackageMutation("engine/session.py", "            fed=old.fed,\n", "", IMAGE_TESTS, "starts_again"),

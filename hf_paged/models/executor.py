@@ -422,13 +422,9 @@ class ModelExecutor(ABC):
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def body_of_step(self, step: StepContext) -> nn.Module:
-        """Return the decoder, or a view of it, whose forward computes a step."""
-        return self.body_with(step, {})
-
-    def body_with(self, step: StepContext, forwards: Mapping[str, Callable[..., Any]]) -> nn.Module:
-        """Return the decoder, or a view of it, in which modules run these forwards, experts that are wrapped theirs
-        on the sums, and routers record routes."""
+    def body_of_step(self, step: StepContext, forwards: Mapping[str, Callable[..., Any]]) -> nn.Module:
+        """Return the decoder, or a view of it, whose forward computes a step: modules at some paths run these
+        `forwards`, experts that are wrapped theirs on the sums, and routers record routes."""
         decoder: nn.Module = self.decoder
         forwards = {**self._folded_forwards(), **forwards}
         if self.routes is not None:
@@ -446,7 +442,7 @@ class ModelExecutor(ABC):
         rows = self.adapter_rows(step.adapters)
         with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
               by_row(self._adapted, rows)):
-            result = final_states(self.body_of_step(step), input_ids, step.positions)
+            result = final_states(self.body_of_step(step, {}), input_ids, step.positions)
         return result if step.wanted is None else result[step.wanted]
 
     def logits(self, hidden_states: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:

@@ -186,7 +186,7 @@ class ModelRunner:
         self._begin(plan, admitted)
         result, logprobs = self._room_on_host(len(plan.slots), wanted)
         own = {kind: values[first:] for kind, values in logprobs.items()}
-        if self.graphs is not None and not wanted.prompt and not self._fed.feeds(plan):
+        if self.graphs is not None and not wanted.prompt:
             logits = self._by_graphs(plan, first, result, logprobs)
             if logits is not None:
                 self._count_reads(plan)
@@ -208,7 +208,7 @@ class ModelRunner:
                    logprobs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Run a step as `StepGraphs.launch` does, with the logits of its first rows; returns None if none fits."""
         assert self.graphs is not None
-        return self.graphs.launch(plan, result, logprobs, num_logits=first)
+        return None if self._fed.feeds(plan) else self.graphs.launch(plan, result, logprobs, num_logits=first)
 
     def _eagerly(self, plan: StepPlan, first: int, result: torch.Tensor, logprobs: Mapping[str, torch.Tensor], *,
                  every_token: bool) -> tuple[Computed, torch.Tensor | None]:

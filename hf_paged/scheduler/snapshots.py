@@ -2,7 +2,7 @@
 
 A model with recurrent states goes on behind cached blocks only from the state at that place. A snapshot may stand
 behind any token: it has the states there, and the keys and values behind the last full block. It is found by the
-``prefix_id`` of the full blocks before it and its tokens behind them, so it is lost with the last of these blocks.
+``prefix_id`` of the full blocks before it, so it is lost with the last of these, and by what it has behind them.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ import numpy as np
 from hf_paged.scheduler.block_pool import NULL_BLOCK_ID, ROOT_PREFIX_ID, BlockPool, KVBlock
 from hf_paged.scheduler.sequence import Sequence
 
-_Place = tuple[int, bytes]  # prefix_id of the full blocks, and the cache key where there are none
+_Tail = tuple[bytes, bytes]  # tokens behind the last full block, as int32, and their `Sequence.block_key`
 
 
 class Snapshot:
     """The states behind the first `position` tokens of a prompt.
 
     Attributes:
-        tail: The tokens behind the last full block, as bytes of int32.
+        prefix_id: Of the full blocks before it.
+        tail: What it has behind these blocks.
         generation: That of the block pool when the states were computed.
         content: What the runner keeps, from the step on that computes the states.
     """
 
-    __slots__ = ("content", "generation", "place", "position", "tail")
+    __slots__ = ("content", "generation", "position", "prefix_id", "tail")
 
-    def __init__(self, place: _Place, tail: bytes, position: int, generation: int) -> None:
-        self.place, self.tail, self.position, self.generation = place, tail, position, generation
+    def __init__(self, prefix_id: int, tail: _Tail, position: int, generation: int) -> None:
+        self.prefix_id, self.tail, self.position, self.generation = prefix_id, tail, position, generation
         self.content: Any = None
 
 
@@ -74,7 +75,7 @@ class SnapshotCache:
     def __init__(self, capacity: int, pool: BlockPool, block_size: int, *, whole_prompts: bool = False) -> None:
         self.capacity, self._pool, self._size, self._whole_prompts = capacity, pool, block_size, whole_prompts
         self._kept: OrderedDict[Snapshot, None] = OrderedDict()  # the first is dropped next
-        self._at: dict[_Place, dict[bytes, Snapshot]] = {}  # by place and tail
+        self._at: dict[int, dict[_Tail, Snapshot]] = {}  # by prefix_id and tail
         self._cuts: dict[int, list[int]] = {}  # positions at which the prompt in a slot is saved
         self._moves = StateMoves([], {}, {})  # of the next plan
 
@@ -87,12 +88,12 @@ class SnapshotCache:
         if not seq.read_cache:
             return None
         for count in range(min(len(hits), last // self._size), -1, -1):
-            kept = self._at.get(self._place(hits[count - 1].prefix_id if count else ROOT_PREFIX_ID, seq))
+            kept = self._at.get(hits[count - 1].prefix_id if count else ROOT_PREFIX_ID)
             if kept:
                 first = count * self._size
                 ids = np.array(seq.ids_between(first, min(first + self._size - 1, last)), np.int32)
                 for num_tokens in range(len(ids), -1, -1):
-                    snapshot = kept.get(ids[:num_tokens].tobytes())
+                    snapshot = kept.get(_tail(seq, ids[:num_tokens], first))
                     if (snapshot is not None and self._pool.is_trusted(snapshot.generation)
                             and (snapshot.position == last or not self._whole_prompts)):
                         return snapshot
@@ -108,7 +109,9 @@ class SnapshotCache:
             self._moves.loads[slot] = StateMove(slot, seq.block_table[start // self._size] if has_own else
                                                 NULL_BLOCK_ID, snapshot)
         cuts = {seq.num_tokens - 1} if self._whole_prompts else {shared, seq.num_tokens - 1}
-        self._cuts[slot] = sorted(cut for cut in cuts if start < cut < seq.num_tokens)
+        # A forward ends at each cut, so no token in front of it may see a later one.
+        self._cuts[slot] = sorted(cut for cut in cuts if start < cut < seq.num_tokens
+                                  and seq.chunk_end(start, cut) == cut)
 
     def save_chunk(self, seq: Sequence, tokens: np.ndarray, start: int, end: int) -> None:
         """Plan the saves of a prompt's chunk, whose full blocks are published. ``tokens``: int32, those up to `end`."""
@@ -136,18 +139,15 @@ class SnapshotCache:
         for snapshot in snapshots:
             if snapshot in self._kept:
                 del self._kept[snapshot]
-                kept = self._at[snapshot.place]
+                kept = self._at[snapshot.prefix_id]
                 del kept[snapshot.tail]
                 if not kept:
-                    del self._at[snapshot.place]
+                    del self._at[snapshot.prefix_id]
 
     def clear(self) -> None:
         self._kept.clear()
         self._at.clear()
         self._moves.ended.clear()
-
-    def _place(self, prefix_id: int, seq: Sequence) -> _Place:
-        return prefix_id, seq.cache_key if prefix_id == ROOT_PREFIX_ID else b""
 
     def _save(self, seq: Sequence, tokens: np.ndarray, position: int) -> StateMove | None:
         """Make a snapshot behind `position` tokens; None if there is one, or the blocks before it are not cached."""
@@ -159,15 +159,21 @@ class SnapshotCache:
             if block.digest is None:
                 return None
             prefix_id = block.prefix_id
-        place, tail = self._place(prefix_id, seq), tokens[count * self._size : position].tobytes()
-        if (known := self._at.get(place, {}).get(tail)) is not None:
+        first = count * self._size
+        tail = _tail(seq, tokens[first:position], first)
+        if (known := self._at.get(prefix_id, {}).get(tail)) is not None:
             if self._pool.is_trusted(known.generation):
                 self._kept.move_to_end(known)
                 return None
             self.drop([known])
         if len(self._kept) >= self.capacity:
             self.drop([next(iter(self._kept))])
-        snapshot = Snapshot(place, tail, position, self._pool.generation)
+        snapshot = Snapshot(prefix_id, tail, position, self._pool.generation)
         self._kept[snapshot] = None
-        self._at.setdefault(place, {})[tail] = snapshot
-        return StateMove(seq.slot, seq.block_table[count] if tail else NULL_BLOCK_ID, snapshot)
+        self._at.setdefault(prefix_id, {})[tail] = snapshot
+        return StateMove(seq.slot, seq.block_table[count] if position > first else NULL_BLOCK_ID, snapshot)
+
+
+def _tail(seq: Sequence, ids: np.ndarray, first: int) -> _Tail:
+    """Return the tail with these tokens of a sequence, int32, from `first` on."""
+    return ids.tobytes(), seq.block_key(first, first + len(ids))

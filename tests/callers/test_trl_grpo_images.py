@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from image_processors import model_of, pil, processor
+from recurrent_models import with_idiom
 from transformers import PreTrainedModel
 
 import hf_paged
@@ -19,7 +20,6 @@ trl = pytest.importorskip("trl", reason="an extra of the test environment")
 
 pytestmark = [pytest.mark.usefixtures("no_accelerator_left"), pytest.mark.slow]
 STEPS, GROUP, NEW_TOKENS = 3, 3, 8
-QWEN = "qwen2.5-vl"
 
 
 class Run(NamedTuple):
@@ -29,7 +29,7 @@ class Run(NamedTuple):
     fallbacks: list[str]
 
 
-def train(model: PreTrainedModel, folder: Any, *, bf16: bool) -> Run:
+def train(model: PreTrainedModel, name: str, folder: Any, *, bf16: bool) -> Run:
     completions: list[list[list[int]]] = []
 
     def distinct_tokens(completion_ids: list, **_: Any) -> list[float]:
@@ -48,25 +48,27 @@ def train(model: PreTrainedModel, folder: Any, *, bf16: bool) -> Run:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = trl.GRPOTrainer(model=model, reward_funcs=distinct_tokens, args=args,
-                                  processing_class=processor(QWEN), train_dataset=datasets.Dataset.from_list(rows))
+                                  processing_class=processor(name), train_dataset=datasets.Dataset.from_list(rows))
         trainer.train()
     fallbacks = [str(one.message) for one in caught if issubclass(one.category, hf_paged.FallbackWarning)]
     return Run(completions, trainer.accelerator.unwrap_model(trainer.model), trainer.state.log_history, fallbacks)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_training_with_images_is_stocks(tmp_path, bf16):
-    """Also under autocast, which accelerate puts around the model's forward."""
-    model = model_of(processor(QWEN), QWEN)
-    stock = train(copy.deepcopy(model), tmp_path / "stock", bf16=bf16)
+@pytest.mark.parametrize(("name", "bf16"), [
+    ("qwen2.5-vl", False), ("qwen2.5-vl", True), pytest.param("qwen3.5", False, marks=with_idiom)])
+def test_training_with_images_is_stocks(name, tmp_path, bf16):
+    """Also under autocast, which accelerate puts around the model's forward; there states round otherwise, in steps of
+    other shapes than stock's."""
+    model = model_of(processor(name), name)
+    stock = train(copy.deepcopy(model), name, tmp_path / "stock", bf16=bf16)
     hf_paged.enable(model)
-    ours = train(model, tmp_path / "ours", bf16=bf16)
+    ours = train(model, name, tmp_path / "ours", bf16=bf16)
     assert not ours.fallbacks and len(ours.completions) == STEPS
     assert ours.completions == stock.completions
     assert len({tuple(ids) for step in ours.completions for ids in step}) > 2
-    for name in ("loss", "grad_norm", "reward"):
-        assert [one.get(name) for one in ours.log] == [one.get(name) for one in stock.log]
-    for (name, weight), (_, other) in zip(model.named_parameters(), stock.model.named_parameters(), strict=True):
-        assert torch.equal(weight, other), name
+    for key in ("loss", "grad_norm", "reward"):
+        assert [one.get(key) for one in ours.log] == [one.get(key) for one in stock.log]
+    for (key, weight), (_, other) in zip(model.named_parameters(), stock.model.named_parameters(), strict=True):
+        assert torch.equal(weight, other), key
     calls = hf_paged.get_engine(model).stats().calls
     assert calls["native"].num_calls == STEPS and not calls["stock"].num_calls

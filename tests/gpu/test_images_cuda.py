@@ -6,16 +6,19 @@ from __future__ import annotations
 import pytest
 import torch
 from image_calls import image_call, seeing_model
+from recurrent_models import with_idiom
 from support import assert_native_parity, stock_copy, stock_generate
 
 import hf_paged
 from hf_paged import PagedGenerator
+from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
 
 pytestmark = pytest.mark.gpu
+STATES = [pytest.param(name, marks=with_idiom) for name in ("qwen3.5", "lfm2-vl")]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "smolvlm", "llava-next", "gemma3", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "smolvlm", "llava-next", "gemma3", "gemma4", *STATES])
 def test_fp32_equals_stock(name, enforce_eager):
     """In chunks; the second time with prefix hits, and with graphs that the first call captured."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -67,7 +70,39 @@ def test_encoders_are_proved_in_lower_precision(dtype):
         assert hf_paged.get_engine(model).stats().num_images_reused == 2, name
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "llava", "gemma3"])
+@with_idiom
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_packed_prompts_are_fed_by_kernels(enforce_eager, monkeypatch):
+    """In bf16, with heads of published models; rounding may turn a choice between two close tokens. The second time
+    from snapshots."""
+    model = seeing_model("qwen3.5", linear_key_head_dim=128, linear_value_head_dim=128)
+    rows = [[5, "0", 6], [9], [2, "1", 3, "3", 4], ["4", 20], [70, "2", 5]]
+    calls = [image_call(model, some) for some in (rows, *([row] for row in rows))]
+    whole, *single = [{key: value.cuda() for key, value in call.items()} for call in calls]
+    model.cuda().to(torch.bfloat16)
+    stock, packed, hidden_states = stock_copy(model), [], RecurrentExecutor.hidden_states
+
+    def watched(self, input_ids, step):
+        packed.append(len(step.parts[0][2].slots) if step.row_lengths is None and step.fed is not None else 0)
+        return hidden_states(self, input_ids, step)
+
+    monkeypatch.setattr(RecurrentExecutor, "hidden_states", watched)
+    hf_paged.enable(model, strict=True, enforce_eager=enforce_eager)
+    worse = []
+    for _ in range(2):
+        tokens = model.generate(**whole, max_new_tokens=24)[:, -24:]
+        for call, new in zip(single, tokens, strict=True):
+            more = {name: torch.cat([call[name], new[None]], 1) if name == "input_ids" else torch.nn.functional.pad(
+                call[name], (0, 24), value=int(name == "attention_mask")) for name in call
+                if name in ("input_ids", "attention_mask", "mm_token_type_ids")}
+            with torch.no_grad():
+                logits = stock(**call | more).logits[0, -25:-1].float()
+            worse += ((logits.max(-1).values - logits.gather(1, new[:, None])[:, 0]) / logits.std(-1)).tolist()
+    assert max(packed) > 1 and max(worse) < 0.5 and sum(gap > 0 for gap in worse) < len(worse) / 4
+    assert hf_paged.get_engine(model).stats().prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "llava", "gemma3", STATES[0]])
 def test_chats_of_a_generator_equal_stock(name):
     """In fp32, beside text; what prompts are fed lies on the host, and is pinned, until their steps take it."""
     pytest.importorskip("PIL", reason="reads images")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from image_calls import image_call, seeing_model, with_log_probabilities
 from image_models import END, IMAGE, MODELS, START, VIDEO, WITH_STATES
+from recurrent_models import with_idiom
 from support import (
     assert_falls_back,
     assert_idle,
@@ -34,10 +35,12 @@ from hf_paged.models.images.fed_prompt import DEEPSTACK, FedPrompt, FedRun
 from hf_paged.options.request_spec import RequestSpec
 
 SPANS = ("gemma3", "gemma4")  # tokens of an image see each other
-CORE = ("qwen2.5-vl", "qwen3-vl", "smolvlm", "gemma3")
-NATIVE = [name for name in MODELS if name not in WITH_STATES]
-CASES = [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in NATIVE]
-ALL_CASES = [pytest.param(name, marks=pytest.mark.slow) for name in NATIVE]
+CORE = ("qwen2.5-vl", "qwen3-vl", "smolvlm", "gemma3", "qwen3.5")
+ALL_CASES = [pytest.param(name, marks=[pytest.mark.slow, *([with_idiom] if name in WITH_STATES else [])])
+             for name in MODELS]
+CASES = [pytest.param(*case.values, marks=[mark for mark in case.marks if mark is not pytest.mark.slow])
+         if case.values[0] in CORE else case for case in ALL_CASES]
+STATES = pytest.param("qwen3.5", marks=with_idiom)
 NEW = {"max_new_tokens": 6}
 # Chunks smaller than an image; of images whose tokens see each other, chunks that end in front of one.
 SMALL_STEPS, STEPS_OF_SPANS = ({"max_num_batched_tokens": tokens, "max_num_seqs": 4} for tokens in (5, 21))
@@ -112,7 +115,7 @@ def test_log_probabilities_are_stocks(name):
         assert np.allclose(values, made[range(6), sequences[row, -6:]], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", pytest.param("internvl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen2.5-vl", STATES, pytest.param("internvl", marks=pytest.mark.slow)])
 def test_a_call_as_trl_makes_it(name):
     """In train mode, with the image of a prompt once for each of its completions."""
     model = seeing_model(name).train()
@@ -124,8 +127,9 @@ def test_a_call_as_trl_makes_it(name):
     assert model.training and hf_paged.get_engine(model).stats().prefix_cache_hits >= 4 * 16
 
 
-def test_beside_calls_of_another_thread():
-    model = seeing_model("qwen2.5-vl")
+@pytest.mark.parametrize("name", ["qwen2.5-vl", STATES])
+def test_beside_calls_of_another_thread(name):
+    model = seeing_model(name)
     texts, images = batch([30, 9]) | {"max_new_tokens": 30}, image_call(model, [[5, "0", 6], [3, "1", 4]]) | NEW
     expected = stock_generate(model, **texts), stock_generate(model, **images)
     hf_paged.enable(model, strict=True, **SMALL_STEPS)
@@ -138,8 +142,11 @@ def test_beside_calls_of_another_thread():
     assert_idle(model)
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "qwen3-vl"])
-def test_text_with_the_same_ids_never_hits_what_images_made(name):
+@pytest.mark.parametrize(("name", "hits"), [
+    ("smolvlm", 16 + 32), ("qwen3-vl", 16 + 32),
+    pytest.param("qwen3.5", 46, marks=with_idiom),  # no state is known where text and image part
+])
+def test_text_with_the_same_ids_never_hits_what_images_made(name, hits):
     model = seeing_model(name)
     seen = image_call(model, [[20, "0", 20]])
     blind = {key: value for key, value in seen.items() if key in ("input_ids", "attention_mask")}
@@ -149,7 +156,7 @@ def test_text_with_the_same_ids_never_hits_what_images_made(name):
         hf_paged.enable(model, strict=True, block_size=16)
         for number in calls:
             assert_native_parity(model, expected[number], **(seen, blind)[number], **NEW)
-        assert hf_paged.get_engine(model).stats().prefix_cache_hits == 16 + 32
+        assert hf_paged.get_engine(model).stats().prefix_cache_hits == hits
         hf_paged.disable(model)
 
 
@@ -163,11 +170,12 @@ def test_drafts_have_the_positions_of_their_places():
     assert hf_paged.get_engine(model).stats().num_accepted_draft_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", pytest.param("qwen2-vl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen2.5-vl", STATES, pytest.param("qwen2-vl", marks=pytest.mark.slow)])
 def test_a_video_of_more_frames_than_rows(name):
-    """Its last position on one axis is above that of the others."""
+    """Its last position on one axis is above that of the others. Qwen3.5 has each frame behind a time."""
     model = seeing_model(name)
-    call = image_call(model, [[3, [START, *[VIDEO] * 24, END], 4, "1", 5]])
+    video = [9, START, *[VIDEO] * 4, END] * 6 if name == "qwen3.5" else [START, *[VIDEO] * 24, END]
+    call = image_call(model, [[3, video, 4, "1", 5]])
     generator = torch.Generator().manual_seed(9)
     call["mm_token_type_ids"] += 2 * (call["input_ids"] == VIDEO)
     call |= {"video_grid_thw": torch.tensor([[6, 4, 4]]), "pixel_values_videos": torch.randn(
@@ -189,20 +197,23 @@ def test_placeholders_that_are_generated(name):
     assert_native_parity(hf_paged.enable(model, strict=True), expected, **call)
 
 
-def test_a_turn_with_an_earlier_turn_as_prefix():
-    """Answers were computed at plain steps, so that the next turn hits them, too."""
-    model = hf_paged.enable(seeing_model("qwen2.5-vl"), strict=True)
+@pytest.mark.parametrize(("name", "hits"), [("qwen2.5-vl", 32), pytest.param("qwen3.5", 37, marks=with_idiom)])
+def test_a_turn_with_an_earlier_turn_as_prefix(name, hits):
+    """Answers were computed at plain steps, so that the next turn hits them, too; another caller comes between."""
+    model = hf_paged.enable(seeing_model(name), strict=True)
     first = image_call(model, [[5, "0", 6]])
     answer = model.generate(**first, max_new_tokens=20)[0, first["input_ids"].shape[1]:].tolist()
+    model.generate(**batch([9]), **NEW)
     second = image_call(model, [[first["input_ids"][0, 1:6].tolist(), "0", first["input_ids"][0, -6:].tolist(), answer,
                                  3, "1", 2]])
     before = hf_paged.get_engine(model).stats().prefix_cache_hits
     assert_native_parity(model, **second, **NEW)
-    assert hf_paged.get_engine(model).stats().prefix_cache_hits - before == 32
+    assert hf_paged.get_engine(model).stats().prefix_cache_hits - before == hits
 
 
-def test_weights_of_the_tower_that_change_between_calls():
-    model = seeing_model("qwen3-vl")
+@pytest.mark.parametrize("name", ["qwen3-vl", STATES])
+def test_weights_of_the_tower_that_change_between_calls(name):
+    model = seeing_model(name)
     call = image_call(model, ONE) | NEW
     hf_paged.enable(model, strict=True)
     before = assert_native_parity(model, **call)
@@ -244,6 +255,10 @@ def _with_stocks_delta(prompt):
     return Other(prompt.ids, prompt.runs, prompt.positions)
 
 
+def _without_rows(prompt):
+    return dataclasses.replace(prompt, runs=())
+
+
 def _without_spans(prompt):
     return dataclasses.replace(prompt, sights={})
 
@@ -267,7 +282,10 @@ def _without_adds(prompt):
     ("qwen2.5-vl", _with_stocks_delta, lambda model, _: ending_on_an_image(model)),
     ("qwen3-vl", _without_adds, image_call), ("gemma3", _without_spans, image_call),
     ("gemma3", _with_cut_spans, image_call),
-], ids=["positions", "positions, interleaved", "delta", "deepstack", "spans", "cuts"])
+    pytest.param("qwen3.5", _without_rows, image_call, marks=with_idiom),
+    pytest.param("qwen3.5", _without_positions, image_call, marks=with_idiom),
+], ids=["positions", "positions, interleaved", "delta", "deepstack", "spans", "cuts", "rows, states",
+        "positions, states"])
 def test_each_part_changes_tokens(name, change, call, monkeypatch):
     """Controls: a call that leaves it out has other tokens, so the tests above would notice."""
     model, add = seeing_model(name), Engine.add
@@ -279,8 +297,9 @@ def test_each_part_changes_tokens(name, change, call, monkeypatch):
     assert not torch.equal(model.generate(**inputs), expected)
 
 
-def test_keys_without_what_was_fed_change_tokens(monkeypatch):
-    model = seeing_model("smolvlm")
+@pytest.mark.parametrize("name", ["smolvlm", STATES])
+def test_keys_without_what_was_fed_change_tokens(name, monkeypatch):
+    model = seeing_model(name)
     one, other = image_call(model, [[5, "0", 20]]), image_call(model, [[5, "4", 20]])
     expected = stock_generate(model, **other, **NEW)
     monkeypatch.setattr(FedPrompt, "block_key", lambda *_: b"")

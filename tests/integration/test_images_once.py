@@ -9,6 +9,7 @@ import torch
 from image_calls import image_call, seeing_model, with_log_probabilities
 from image_models import END, START, VIDEO
 from lora_models import with_adapter
+from recurrent_models import with_idiom
 from support import assert_falls_back, assert_native_parity, stock_copy, stock_generate
 from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig
@@ -17,7 +18,8 @@ import hf_paged
 from hf_paged.models.images import known_images
 
 MODELS = ("qwen2.5-vl", "smolvlm", "gemma3", "internvl", "llava")
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:]]
+STATES = pytest.param("qwen3.5", marks=[pytest.mark.slow, with_idiom])
+SLOW = [*(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:]), STATES]
 NEW = {"max_new_tokens": 6}
 # Names that differ by 4 have the same size, and other pixels.
 ONE, OTHER = [5, "0", 6], [5, "4", 6]
@@ -39,7 +41,8 @@ def rows_of_tower(call) -> int:
     """Return how many images or patches the tower's first layer gets while `call` runs."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
         call()
-    return sum(event.input_shapes[0][0] for event in found.events() if event.name == "aten::convolution")
+    return sum(event.input_shapes[0][0] for event in found.events()
+               if event.name == "aten::convolution" and len(event.input_shapes[0]) > 3)  # not of texts
 
 
 def enabled(model, **options):
@@ -49,7 +52,7 @@ def enabled(model, **options):
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, STATES])
 def test_a_call_as_trl_makes_it(name):
     """In train mode, with the image of a prompt once for each of its completions."""
     model = seeing_model(name).train()
@@ -75,7 +78,7 @@ def test_an_encoder_is_proved_the_first_time_alone(name):
     assert [counted(model, *each) for each in zip(expected, calls, strict=True)] == [(2 + 3, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, STATES])
 def test_images_of_several_prompts(name):
     """None to four in a prompt, in another order in the second call."""
     model = seeing_model(name)

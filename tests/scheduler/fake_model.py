@@ -315,3 +315,17 @@ def config(**changes) -> SchedulerConfig:
         "max_model_len": 64,
     }
     return SchedulerConfig(**(sizes | changes))
+
+
+class Spans:
+    """What is fed of a prompt whose tokens of a span see each other."""
+
+    def __init__(self, *spans):
+        self.places = [place for place in range(1, 100) if not any(first < place < end for first, end in spans)]
+
+    def chunk_end(self, first, end):
+        behind = [place for place in self.places if place > first]
+        return max([place for place in behind if place <= end], default=behind[0])
+
+    def block_key(self, first, end):
+        return b"span" if end not in self.places or first not in (0, *self.places) else b""

@@ -3,7 +3,7 @@
 import invariants
 import numpy as np
 import pytest
-from fake_model import Driver, abort, alone, config
+from fake_model import Driver, Spans, abort, alone, config
 
 from hf_paged.scheduler import Scheduler, SchedulerConfig, Sequence, Status, StepPlan
 from hf_paged.scheduler.plan import BlockUpdates
@@ -42,20 +42,6 @@ def test_a_prompt_that_waits_for_blocks_is_looked_up_again_when_it_may_fit(overl
     driver.run()
     for seq in driver.finished:
         driver.check_output(seq)
-
-
-class Spans:
-    """What is fed of a prompt whose tokens of a span see each other."""
-
-    def __init__(self, *spans):
-        self.places = [place for place in range(1, 100) if not any(first < place < end for first, end in spans)]
-
-    def chunk_end(self, first, end):
-        behind = [place for place in self.places if place > first]
-        return max([place for place in behind if place <= end], default=behind[0])
-
-    def block_key(self, first, end):
-        return b"span" if end not in self.places or first not in (0, *self.places) else b""
 
 
 @both

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_model import config
+from fake_model import Spans, config
 
 from hf_paged.scheduler import Scheduler, Sequence
 from hf_paged.scheduler.block_pool import NULL_BLOCK_ID
@@ -183,3 +183,47 @@ def test_whole_prompts_have_a_step_that_they_fit_or_one_of_their_own():
         add(scheduler, name, prompt)
     rows = [plan.num_new_tokens[plan.num_decode_rows :].tolist() for plan in run(scheduler)]
     assert rows == [[10], [4], [20], [1, 1], [], []]  # the last two have snapshots in front of their last tokens
+
+
+class Image:
+    """What is fed of a prompt of which one token stands for an image."""
+
+    def __init__(self, place, pixels):
+        self.place, self.pixels = place, pixels
+
+    def chunk_end(self, first, end):
+        return end
+
+    def block_key(self, first, end):
+        return self.pixels if first <= self.place < end else b""
+
+
+@pytest.mark.parametrize(("place", "cached"), [(8, [0, 0, 9, 8]), (1, [0, 0, 9, 0])])
+def test_a_state_is_found_by_what_was_fed(scheduler, place, cached):
+    """Behind the last full block, or before it, where the block is another one."""
+    found = []
+    for name, pixels in (("a", b"1"), ("b", b"2"), ("c", b"1"), ("d", b"")):
+        seq = add(scheduler, name, PROMPT, fed=Image(place, pixels))
+        run(scheduler)
+        found.append(seq.num_cached_tokens)
+    assert found == cached
+
+
+def test_what_was_fed_is_no_token(scheduler):
+    """Of prompts shorter than a block, the first of which has a token in place of the other's key."""
+    for name, prompt, pixels in (("a", [3, 4, 5], b""), ("b", [3, 5], np.int32(4).tobytes())):
+        seq = add(scheduler, name, prompt, fed=Image(0, pixels), max_new_tokens=0)
+        run(scheduler)
+    assert seq.num_cached_tokens == 0
+
+
+def test_no_state_is_saved_where_a_token_sees_a_later_one(scheduler):
+    """Neither where cached blocks end nor in front of the last token."""
+    found = []
+    for name, prompt, spans in (("a", PROMPT, [(3, 6)]), ("b", [*PROMPT[:7], 1, 2, 3], [(3, 6)]),
+                                ("c", PROMPT[::-1], [(6, 10)])):
+        seq = add(scheduler, name, prompt, fed=Spans(*spans), max_new_tokens=0)
+        plan = scheduler.schedule()
+        found.append(places(plan.states.saves[seq.slot]) if plan.states else [])
+        commit(scheduler, plan)
+    assert found == [[9], [9], []]

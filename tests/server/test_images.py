@@ -11,9 +11,12 @@ import pytest
 from image_models import IMAGE
 from image_processors import MARKS, data_url, image, model_of, pil, processor, stock_answer
 from PIL import ImageFile
+from recurrent_models import with_idiom
 from serve_bodies import CHAT, RESPONSES
 from serve_support import events_of, served
 from support import num_calls
+from transformers import AutoProcessor
+from transformers.cli.serving import utils
 
 import hf_paged
 from hf_paged.server.errors import RefusedRequestError
@@ -86,6 +89,22 @@ def test_answers_are_stocks(server, stock):
     counts = server.engine().stats()
     assert num_calls(server.model) == before  # none by `model.generate`
     assert counts.prefix_cache_hits > 0 and server.settles()
+
+
+@with_idiom
+def test_answers_of_a_model_with_states_are_stocks(tmp_path, monkeypatch):
+    made = processor("qwen3.5")
+    model = model_of(made, "qwen3.5")
+    model.save_pretrained(tmp_path)
+    made.save_pretrained(tmp_path)
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda *args, **options: made)  # its own reads videos, too
+    monkeypatch.setattr(utils, "_RESPONSE_TEMPLATE_FALLBACKS", {})  # of chats with Qwen's own marks
+    with served(str(tmp_path), image_limits=LIMITS) as server:
+        for messages in (ONE, TEXT, TWO, chat("what is ", image(3), "?"), ONE):
+            _, tokens = stock_answer(model, made, messages, max_new_tokens=LENGTH)
+            assert text_of(ask(server, messages)) == made.decode(tokens, skip_special_tokens=True)
+        stats = server.engine().stats()
+        assert num_calls(server.model) == {} and stats.prefix_cache_hits > 0 and stats.num_images_encoded > 0
 
 
 def test_streams_and_choices(server, stock):

@@ -130,7 +130,7 @@ def _marks_text(value: Any) -> bool:
 # Arguments that only prompts with images have.
 _OF_IMAGES = frozenset({
     "pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes",
-    "image_position_ids", "second_per_grid_ts", "spatial_shapes",
+    "image_position_ids", "second_per_grid_ts", "spatial_shapes", "target_sizes", "target_sizes_videos",
 })
 # Arguments of image-text models, with a test that is True for values of calls with text alone.
 _MAY_BE_OF_TEXT: dict[str, Callable[[Any], bool]] = {

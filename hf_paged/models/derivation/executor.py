@@ -191,13 +191,13 @@ class DerivedExecutor(ModelExecutor):
     def why_not_experts(self, device: torch.device) -> str | None:
         return self._experts.why_not(device)
 
-    def body_of_step(self, step: StepContext) -> nn.Module:
-        body = self.body_with(step, self.experts_of(step))
+    def body_of_step(self, step: StepContext, forwards: Mapping[str, Callable[..., Any]]) -> nn.Module:
+        body = super().body_of_step(step, {**self._experts_of(step), **forwards})
         if step.fed is None or self.inner_decoder is None:
             return body
         return feeding(body, self.inner_decoder.removeprefix(f"{self.body}."), step.fed)
 
-    def experts_of(self, step: StepContext) -> dict[str, Callable[..., Any]]:
+    def _experts_of(self, step: StepContext) -> dict[str, Callable[..., Any]]:
         """Return the forwards of a step's blocks of experts by kernels, by path below the decoder."""
         return {} if self.autocast is not None else self._experts.of_step(len(step.positions), step.row_lengths)
 

@@ -88,7 +88,7 @@ class RecurrentExecutor(DerivedExecutor):
             is_new = meta.max_query_len == meta.max_seq_len
             states = step.cache.states.view(meta.slots, is_new=is_new, lengths=lengths)
             forwards = {} if is_new or lengths is None else self._forwards_by(lambda kind: kind.decode)
-        decoder = self.body_with(step, self.experts_of(step) | forwards)
+        decoder = self.body_of_step(step, forwards)
         with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
               by_row(self._adapted, None)):
             hidden = final_states(decoder, input_ids, step.positions, states)

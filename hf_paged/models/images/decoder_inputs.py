@@ -59,13 +59,13 @@ def feeding(body: nn.Module, path: str, fed: FedTokens) -> nn.Module:
 
 
 def _exchanged(inputs: dict[str, Any], fed: FedTokens) -> dict[str, Any]:
-    found = dict(inputs)
+    found, shape = dict(inputs), inputs["inputs_embeds"].shape[:2]  # [1, T], or [T, 1] of rows of one token each
     for name, (tokens, rows) in fed.rows.items():
         if name == DEEPSTACK:
-            mask = torch.zeros(inputs["inputs_embeds"].shape[:2], dtype=torch.bool, device=tokens.device)
-            found |= {MASK: mask.index_fill(1, tokens, True), DEEPSTACK: list(rows.unbind(1))}
+            mask = torch.zeros(shape.numel(), dtype=torch.bool, device=tokens.device)
+            found |= {MASK: mask.index_fill(0, tokens, True).view(shape), DEEPSTACK: list(rows.unbind(1))}
         else:
-            found[name] = inputs[name].index_copy(1, tokens, rows[None].to(inputs[name].dtype))
+            found[name] = found[name].flatten(0, 1).index_copy(0, tokens, rows.to(found[name])).unflatten(0, shape)
     if fed.positions is not None:  # of one axis without a dimension for it
-        found["position_ids"] = fed.positions[:, None] if len(fed.positions) > 1 else fed.positions
+        found["position_ids"] = fed.positions.unflatten(1, shape).squeeze(0)
     return found

@@ -120,7 +120,7 @@ class FedPrompt:
     def _end_of_seen(self, first: int, end: int) -> int:
         """Return the first place from `end` on behind all that tokens from `first` up to it see."""
         ends = self._ends
-        while first < len(ends) and (seen := int(ends[first:end].max())) > end:
+        while first < min(end, len(ends)) and (seen := int(ends[first:end].max())) > end:
             end = seen
         return end
 

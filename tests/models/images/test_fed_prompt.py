@@ -93,6 +93,12 @@ def test_keys_of_blocks_whose_tokens_see_later_ones():
         assert not any(one != other and one.startswith(other) for one in keys for other in keys)
 
 
+def test_no_tokens_have_no_key():
+    """In front of a block, and behind the prompt."""
+    for prompt in (PLAIN, FedPrompt(IDS, (), ROWS), FedPrompt(IDS, (), None, spans((3, 9)))):
+        assert {prompt.block_key(first, first) for first in (0, 4, 10, 20, 25)} == {b""}
+
+
 def test_equal_prompts_have_equal_keys():
     runs = tuple(run_of(run.first, run.end - run.first, run.identity) for run in PLAIN.runs)
     again = FedPrompt(list(IDS), runs, ROWS.copy())

@@ -18,9 +18,7 @@ from hf_paged import PagedGenerator
 from hf_paged.kernels.attention.prefill import FULL_TILE
 from hf_paged.models import find_executor
 from hf_paged.models.derivation import recurrent_executor
-from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
 from hf_paged.models.recurrent import delta_net
-from hf_paged.models.recurrent.view import StateView
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.dry_runs import dry_runs
 from hf_paged.runner.memory import largest_step
@@ -32,27 +30,6 @@ NEW = 6
 GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False)
 SYSTEM, QUESTION, OTHER = random_prompts([37, 14, 9])
 PROMPTS = random_prompts([30, 5, 17, 1, 70, 2])
-
-
-@pytest.fixture
-def forwards(monkeypatch):
-    """New tokens of the rows of each forward of prompts; layers read no state by themselves."""
-    seen, hidden_states = [], RecurrentExecutor.hidden_states
-
-    def watched(self, input_ids, step):
-        seen.append(step.parts[0][2].query_start.diff().tolist())
-        return hidden_states(self, input_ids, step)
-
-    read = StateView._read
-
-    def checked(self, key):
-        assert (self._lengths is None and self._is_new is False) or self.num_rows == 1, "a prompt gathers states"
-        return read(self, key)
-
-    monkeypatch.setattr(recurrent_executor, "why_not_on", lambda device: None)
-    monkeypatch.setattr(RecurrentExecutor, "hidden_states", watched)
-    monkeypatch.setattr(StateView, "_read", checked)
-    return seen
 
 
 @pytest.fixture(params=["Qwen3_5", "Qwen3Next", pytest.param("Qwen3_5Moe", marks=pytest.mark.slow)])

@@ -203,7 +203,7 @@ class RecurrentMachine(RuleBasedStateMachine):
         pool = scheduler.kv_cache_manager.block_pool
         by_id = {block.prefix_id: block for same in pool.cached.values() for block in same.values()}
         for snapshot in scheduler.snapshots._kept:
-            tail, (prefix_id, _) = np.frombuffer(snapshot.tail, np.int32).tolist(), snapshot.place
+            tail, prefix_id = np.frombuffer(snapshot.tail[0], np.int32).tolist(), snapshot.prefix_id
             tokens, is_whole = tail, pool.is_trusted(snapshot.generation) and snapshot.content is not None
             while is_whole and prefix_id != ROOT_PREFIX_ID:
                 block = by_id.get(prefix_id)
