@@ -148,7 +148,7 @@ def test_what_is_promised_to_fit_fits():
     """`blocks_together` counts the worst case: no reordering of these rows needs more."""
     prompts, new = [[1, 2, 3, 4, 5]] * 4, 8
     needed = 1 + 4 * 2
-    assert blocks_together(prompts, new, SIZE, [None] * len(prompts)) == needed
+    assert blocks_together(arriving(prompts), new, SIZE) == needed
     book = scheduler(needed + 1)
     rows = LockstepRows(book, arriving(prompts), 13)
     compute_prompts(rows, Pages(rows))
