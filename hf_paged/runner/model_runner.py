@@ -309,8 +309,7 @@ class ModelRunner:
             self.follow_stream()
         else:
             self._update_state(plan, admitted)
-        graphs = None if self._fed.feeds(plan) else self.graphs
-        if graphs is not None and (logits := graphs.logits(plan)) is not None:
+        if self.graphs is not None and (logits := self.graphs.logits(plan)) is not None:
             self._count_reads(plan)
             return logits
         began = device_times.begin(self.device)

@@ -46,8 +46,8 @@ def _kind(seq: Sequence) -> tuple[tuple[int, ...], str | None, bytes]:
 class LockstepRows:
     """R rows, each with a slot, a block table and a number of tokens whose KV is computed.
 
-    Equal prompts under one adapter, which are fed the same, are one row until `fork`. After an OutOfBlocksError of `prompt_plans` only `free`
-    may be called; any other method that raises this error may be called again.
+    Equal prompts under one adapter, which are fed the same, are one row until `fork`. After an OutOfBlocksError of
+    `prompt_plans` only `free` may be called; any other method that raises this error may be called again.
 
     Args:
         scheduler: Owner of the slots and blocks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from typing import Any
 
@@ -176,7 +177,7 @@ def test_rows_that_lost_their_blocks_are_fed_again(name):
 
     found = model.generate(**call, logits_processor=LogitsProcessorList([Raising(lose)]))
     assert_same_tensor(found, expected)
-    assert [after > before for before, after in zip(steps, steps[1:], strict=False)][:7] == [
+    assert [after > before for before, after in itertools.pairwise(steps)][:7] == [
         True, False, False, False, True, True, False]
     assert_idle(model)
 
@@ -193,16 +194,31 @@ def test_positions_go_with_rows_that_are_reordered(name):
         inputs = {key: value for key, value in call.items() if key not in ("input_ids", "attention_mask")}
         specs.append(RequestSpec(ids, 4, fed=fed_prompt(engine, ids, inputs, 4)))
     assert len({tuple(spec.fed.offsets) for spec in specs[:2]}) == 2
-    tokens, parents = [[11, 12, 13], [21, 22, 23], [31, 32, 33]], [1, 2, 0]
+    specs, calls = [*specs, specs[0]], [*calls, calls[0]]  # a row that is forked
+    tokens, parents = [[11, 12, 13], [21, 22, 23], [31, 32, 33], [41, 42, 43]], [1, 2, 0, 1]
     with engine.lockstep(specs) as rows:
         rows.prompts()
+        assert offsets_on_device(engine, rows) == offsets_of(specs)
         rows.decode(torch.tensor([[one[0]] for one in tokens]))
         rows.reorder(parents)
+        assert offsets_on_device(engine, rows) == offsets_of([specs[parent] for parent in parents])
         found = torch.cat([rows.decode(torch.tensor([[one[1]] for one in tokens])),
                            rows.decode(torch.tensor([[one[2]] for one in tokens]))], 1)
     for row, parent in enumerate(parents):
         forced = [tokens[parent][0], *tokens[row][1:]]
         assert_close_steps((found[row, -1],), (after(model, calls[parent], forced),))
+
+
+def offsets_of(specs) -> list[list[int]]:
+    """Of each row by axis."""
+    axes = max(len(spec.fed.offsets) for spec in specs if spec.fed is not None)
+    return [[0] * axes if spec.fed is None else spec.fed.offsets.tolist() for spec in specs]
+
+
+def offsets_on_device(engine, rows) -> list[list[int]]:
+    """Of each row's slot, which CUDA graphs read."""
+    slots = torch.from_numpy(rows.rows.slots).long()
+    return engine._core.runner.state.axis_offsets.fed(slots, torch.zeros_like(slots)).positions.T.tolist()
 
 
 def after(model, call, tokens) -> torch.Tensor:
