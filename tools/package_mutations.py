@@ -407,7 +407,7 @@ ADAPTERS = [
                     "engine/test_weight_update.py", "version_of_their_own"),
     PackageMutation("guards/hooks.py", "any(names != found[0] for names in found)", "False", NAMES_TESTS,
                     "of_two_calls"),
-    PackageMutation("integration/generate.py", "returns_cache and any(adapters)", "False", NAMES_TESTS,
+    PackageMutation("integration/generate.py", "if any(adapters) else", "if False else", NAMES_TESTS,
                     "returns_is_the_rows_own"),
     PackageMutation("integration/adapters.py", "for _ in range(max(copies))", "", "test_generator_adapters.py",
                     "tensors"),

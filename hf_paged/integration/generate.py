@@ -255,18 +255,14 @@ def _recognise(engine: Engine, model: Any, inputs: DecodingInputs) -> list[Reque
         return found
     prompts, adapters = found
     returns_cache = config.return_dict_in_generate and config.use_cache is not False
-    if returns_cache and any(adapters):
-        return Reason("the keys and values of rows with adapters of their own",
+    what = ("prompts with images" if has_images(inputs.model_kwargs) else
+            "rows with adapters of their own" if any(adapters) else
+            "a model that is sharded over several ranks" if engine.group.is_parallel or engine.replica is not None else
+            None)
+    if returns_cache and what is not None:  # a `LateCache` is made of ids alone, by the whole model
+        return Reason("the keys and values of {}", what,
                       remedy="`return_dict_in_generate` also returns a cache, which only rows in lockstep keep. Leave "
-                             "the option out, or give `use_cache=False`.")
-    if returns_cache and has_images(inputs.model_kwargs):
-        return Reason("the keys and values of prompts with images",
-                      remedy="`return_dict_in_generate` also returns a cache, which is made of ids alone. Leave the "
-                             "option out.")
-    if returns_cache and (engine.group.is_parallel or engine.replica is not None):
-        return Reason("the keys and values of a model that is sharded over several ranks",
-                      remedy="`return_dict_in_generate` also returns a cache, which no rank has alone. Leave the "
-                             "option out, or give `use_cache=False`.")
+                             "the option out, or give `use_cache=False` without images.")
     width = input_ids.shape[1]
     stops = stops._replace(max_length=max(stops.max_length, width + 1))  # stock checks lengths after the first token
     split = split_forms(engine, inputs.logits_processor, len(prompts), stops.eos)

@@ -136,7 +136,8 @@ def recognise(engine: Engine, inputs: DecodingInputs) -> list[RequestSpec] | Rea
         return Reason("keys and values of {}, of which pages hold {}", again,
                       "something else than stock's cache" if autocast is None else f"copies in {autocast}",
                       remedy="`return_dict_in_generate` also returns a cache, which stock keeps in the dtype of the "
-                             "weights and some models as latents. Leave the option out, or give `use_cache=False`.")
+                             "weights and some models as latents. Leave the option out, or give `use_cache=False` "
+                             "without images.")
     return [RequestSpec(prompt=prompt, max_new_tokens=max_new_tokens, cache_salt=CALL_SALT.get(), autocast=autocast,
                         adapter_name=adapter, fed=of_prompt)
             for prompt, adapter, of_prompt in zip(prompts, adapters, fed, strict=True)]

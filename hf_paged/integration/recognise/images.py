@@ -79,7 +79,8 @@ def fed_prompt(engine: Engine, ids: list[int], inputs: Mapping[str, Any], max_ne
     rows = paged_rows(engine, call)
     if isinstance(rows, Reason):
         return rows
-    found = fed_prompts(engine, call, [ids], min(max_new_tokens, engine.max_model_len - len(ids)))
+    most_new = min(max_new_tokens, engine.max_model_len - len(ids))
+    found = fed_prompts(engine, call, [ids], most_new)
     if isinstance(found, Reason):
         return found
     return None if found[0] is None else found[0].on_host()
