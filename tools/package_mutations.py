@@ -57,7 +57,8 @@ GENERIC_TESTS, ELIGIBILITY_TESTS = "models/test_generic.py", "models/test_generi
 KERNELS, KERNEL_TESTS = "guards/replaced_forwards.py", "guards/test_hub_kernels.py"
 WRAPPER_TESTS = "models/test_wrappers.py"
 IMAGES = "models/images"
-IMAGE_TESTS, IMAGES_ONCE_TESTS = (f"integration/test_{name}.py" for name in ("generate_images", "images_once"))
+IMAGE_TESTS, IMAGES_IN_LOCKSTEP_TESTS, IMAGES_ONCE_TESTS = (
+    f"integration/test_{name}.py" for name in ("generate_images", "stock_loop_images", "images_once"))
 KNOWN_IMAGES, KNOWN_IMAGES_TESTS = f"{IMAGES}/known_images.py", f"{IMAGES}/test_known_images.py"
 FED_PROMPT_TESTS, FED_CONTENTS_TESTS, RECORDING_TESTS, MASK_TESTS = (
     f"{IMAGES}/test_{name}.py" for name in ("fed_prompt", "fed_contents", "recording", "masks"))
@@ -406,7 +407,7 @@ ADAPTERS = [
                     "engine/test_weight_update.py", "version_of_their_own"),
     PackageMutation("guards/hooks.py", "any(names != found[0] for names in found)", "False", NAMES_TESTS,
                     "of_two_calls"),
-    PackageMutation("integration/generate.py", "returns_cache and any(adapters)", "False", NAMES_TESTS,
+    PackageMutation("integration/generate.py", "if any(adapters) else", "if False else", NAMES_TESTS,
                     "returns_is_the_rows_own"),
     PackageMutation("integration/adapters.py", "for _ in range(max(copies))", "", "test_generator_adapters.py",
                     "tensors"),
@@ -468,6 +469,19 @@ IMAGE_PROMPTS = [
     PackageMutation("models/base.py", "if self.fed is not None and self.fed.seen:", "if False:", IMAGE_TESTS,
                     "each_call and gemma3"),
     PackageMutation("engine/session.py", "            fed=old.fed,\n", "", IMAGE_TESTS, "starts_again"),
+    PackageMutation("engine/lockstep.py", "adapter=spec.adapter_name, fed=spec.fed)", "adapter=spec.adapter_name)",
+                    IMAGES_IN_LOCKSTEP_TESTS, "beams_are and qwen2.5"),
+    PackageMutation("scheduler/lockstep_rows.py", "seq.adapter, seq.block_key(0, seq.num_prompt_tokens)",
+                    "seq.adapter, seq.cache_key", IMAGES_IN_LOCKSTEP_TESTS, "fed_the_same and smolvlm"),
+    PackageMutation("scheduler/lockstep_rows.py", "else seq.chunk_end(start, start + 1)", "else start + 1",
+                    "scheduler/test_lockstep_rows.py", "see_each_other"),
+    PackageMutation("scheduler/lockstep_rows.py", "end = max(least, seq.chunk_end(start, ",
+                    "end = max(least, max(start, ", "scheduler/test_lockstep_rows.py", "see_each_other"),
+    PackageMutation("runner/model_runner.py",
+                    "        self.state.axis_offsets.admit(slots, [s.fed for s in sequences])\n", "",
+                    IMAGES_IN_LOCKSTEP_TESTS, "positions_go and qwen2.5"),
+    PackageMutation("runner/model_runner.py", "settings, [s.fed for s in sequences])", "settings)",
+                    IMAGES_IN_LOCKSTEP_TESTS, "positions_go and qwen2.5"),
     PackageMutation(KNOWN_IMAGES, "                if version.numbers != self._numbers:", "                if False:",
                     KNOWN_IMAGES_TESTS, "a_call_beside"),
     PackageMutation("models/paged_calls.py", "_internal = PagedName(", " = PagedName(", IMAGE_TESTS,

@@ -22,7 +22,7 @@ from hf_paged.engine import engine_registry
 from hf_paged.engine.call_counts import CallCounts
 from hf_paged.engine.features.routed_experts import RoutedExperts
 from hf_paged.engine.locked_core import CLOSED
-from hf_paged.engine.lockstep import LockstepBatch
+from hf_paged.engine.lockstep import LockstepBatch, arrivals_of
 from hf_paged.engine.observer import Observer
 from hf_paged.engine.ranks import interrupts
 from hf_paged.engine.ranks.commands import End, Release, ResetCache, UseVocabulary
@@ -355,8 +355,7 @@ class Engine(RequestChecks, WeightAccess):
 
     def _too_many(self, specs: list[RequestSpec]) -> Reason | None:
         """Return the reason why these rows do not fit into the KV pool even if it is empty, or None."""
-        wanted = blocks_together([spec.prompt for spec in specs], specs[0].max_new_tokens, self.config.block_size,
-                                 [spec.adapter_name for spec in specs])
+        wanted = blocks_together(arrivals_of(specs), specs[0].max_new_tokens, self.config.block_size)
         most = self._core.pool.most_blocks - 1
         if (states := most_rows(self._executor, self.config)) is not None and len(specs) > states:
             return Reason("{} rows that step together, and recurrent states of {} have room", len(specs), states,

@@ -33,6 +33,12 @@ class BlockShortage(enum.Enum):
     NONE = enum.auto()
 
 
+def arrivals_of(specs: list[RequestSpec]) -> list[Sequence]:
+    """Return a sequence for the prompt of each row."""
+    return [Sequence(f"lockstep-{i}", spec.prompt, max_new_tokens=1, cache_salt=spec.cache_salt,
+                     adapter=spec.adapter_name, fed=spec.fed) for i, spec in enumerate(specs)]
+
+
 class LockstepBatch:
     """Paged forwards over rows that all advance by the same number of tokens a step.
 
@@ -127,7 +133,10 @@ class LockstepBatch:
                                 self.give_back()
 
     def crop(self, num_tokens: int) -> None:
-        """Forget the last tokens of every row."""
+        """Forget the last tokens of every row; raises ValueError if they are of a prompt with images."""
+        if num_tokens > self._count and any(spec.fed is not None for spec in self._specs):
+            raise ValueError(f"num_tokens={num_tokens}: expected at most {self._count}, the tokens behind a prompt "
+                             "with images")
         with self._held():
             if self.rows is not None:
                 with self._core.changing():
@@ -321,8 +330,7 @@ class LockstepBatch:
     def _begin(self) -> None:
         """Get slots for the rows, and begin to compute all tokens known so far."""
         core = self._core
-        arrivals = [Sequence("lockstep", spec.prompt, max_new_tokens=1, cache_salt=spec.cache_salt,
-                             adapter=spec.adapter_name) for spec in self._specs]
+        arrivals = arrivals_of(self._specs)
         core.receive(arrivals)
         self.rows = LockstepRows(core.scheduler_or_build(), arrivals, self._max_tokens)
         self._chunks, self._logits = self._compute(self.rows), []
@@ -347,9 +355,8 @@ class LockstepBatch:
         if (moves := rows.fork()) is not None:
             self._follow(rows, moves)
             # The slots may hold the state of earlier requests.
-            tables = [seq.block_table for seq in rows.sequences]
-            settings = [SlotRow.of(max_length=max_length, adapter=adapter) for adapter in self.adapters]
-            core.runner.state.admit(rows.slots.tolist(), self._prompts, tables, settings)
+            core.runner.admit(rows.sequences, [SlotRow.of(max_length=max_length, adapter=adapter)
+                                               for adapter in self.adapters])
             self._logits = [torch.cat(self._logits)[upload(moves.parents, core.device)]]
         # Tokens after the prompts, of rows that lost their blocks: behind the fork, so that equal prompts share blocks.
         first, most = 0, max(1, rows.max_step_tokens // len(rows))
@@ -398,4 +405,4 @@ class LockstepBatch:
         if rows.have_states:
             slots = upload(rows.slots[: len(rows)].astype(np.int64), runner.device)
             runner.cache.states.move(slots[upload(moves.parents, runner.device)], slots)
-        runner.state.set_tables(rows.slots.tolist(), [seq.block_table for seq in rows.sequences])
+        runner.follow_rows(rows.sequences)

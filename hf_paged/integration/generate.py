@@ -26,6 +26,7 @@ from hf_paged.integration.enabled import engine_of, model_of
 from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable, value_reason
 from hf_paged.integration.paths import CALL_SALT, CALL_SEED
 from hf_paged.integration.recognise.criteria import EndOfCall, stops_of
+from hf_paged.integration.recognise.images import fed_prompts
 from hf_paged.integration.recognise.inputs import DecodingInputs, check_token_ids, has_images, paged_rows
 from hf_paged.integration.recognise.processors import settled_config
 from hf_paged.integration.recognise.structured import split_forms, tell_eos
@@ -253,23 +254,15 @@ def _recognise(engine: Engine, model: Any, inputs: DecodingInputs) -> list[Reque
     if isinstance(found, Reason):
         return found
     prompts, adapters = found
-    with_images = has_images(inputs.model_kwargs)
     returns_cache = config.return_dict_in_generate and config.use_cache is not False
-    if returns_cache and any(adapters):
-        return Reason("the keys and values of rows with adapters of their own",
+    what = ("prompts with images" if has_images(inputs.model_kwargs) else
+            "rows with adapters of their own" if any(adapters) else
+            "a model that is sharded over several ranks" if engine.group.is_parallel or engine.replica is not None else
+            None)
+    if returns_cache and what is not None:  # a `LateCache` is made of ids alone, by the whole model
+        return Reason("the keys and values of {}", what,
                       remedy="`return_dict_in_generate` also returns a cache, which only rows in lockstep keep. Leave "
-                             "the option out, or give `use_cache=False`.")
-    if returns_cache and with_images:
-        return Reason("the keys and values of prompts with images",
-                      remedy="`return_dict_in_generate` also returns a cache, which is made of ids alone. Leave the "
-                             "option out.")
-    if with_images and config.use_cache is False:
-        return Reason("use_cache=False with images, which stock hands in again for each token",
-                      remedy="Leave the option out.")
-    if returns_cache and (engine.group.is_parallel or engine.replica is not None):
-        return Reason("the keys and values of a model that is sharded over several ranks",
-                      remedy="`return_dict_in_generate` also returns a cache, which no rank has alone. Leave the "
-                             "option out, or give `use_cache=False`.")
+                             "the option out, or give `use_cache=False` without images.")
     width = input_ids.shape[1]
     stops = stops._replace(max_length=max(stops.max_length, width + 1))  # stock checks lengths after the first token
     split = split_forms(engine, inputs.logits_processor, len(prompts), stops.eos)
@@ -307,12 +300,9 @@ def _recognise(engine: Engine, model: Any, inputs: DecodingInputs) -> list[Reque
         return reason
     if width > 1 and spec.edits.forced_bos_token_id is not None:  # stock applies it to prompts of one token only
         spec = spec.but(edits=replace(spec.edits, forced_bos_token_id=None))
-    fed: list[Any] | Reason = [None] * len(prompts)
-    if with_images:
-        fed = engine.recorded_images(input_ids, list(map(len, prompts)), inputs.model_kwargs, spec.max_new_tokens,
-                                     once=paths.asked() is None)
-        if isinstance(fed, Reason):
-            return fed
+    fed = fed_prompts(engine, inputs, prompts, spec.max_new_tokens)
+    if isinstance(fed, Reason):
+        return fed
     # Stock's repetition penalty also penalises padding, unless it ignores the prompt.
     sees_padding = spec.edits.repetition_penalty != 1.0 and any(
         isinstance(p, RepetitionPenaltyLogitsProcessor) and p.prompt_ignore_length is None for p in logits_processor)

@@ -26,7 +26,8 @@ from hf_paged.integration.enabled import engine_of, forward_of, model_of, view_o
 from hf_paged.integration.fallback import fall_back, in_fallback, quiet_fallbacks, unreadable
 from hf_paged.integration.paths import CALL_SALT, CALL_SEED
 from hf_paged.integration.recognise.criteria import NO_LENGTH
-from hf_paged.integration.recognise.inputs import DecodingInputs, check_token_ids, has_images, input_reasons, paged_rows
+from hf_paged.integration.recognise.images import fed_prompts
+from hf_paged.integration.recognise.inputs import DecodingInputs, check_token_ids, input_reasons, paged_rows
 from hf_paged.integration.recognise.structured import tell_eos
 from hf_paged.options.request_spec import RequestSpec
 from hf_paged.options.settings import LEAVE_OUT, options_beyond_tokens, stock_only_options
@@ -37,7 +38,7 @@ SET_PAD = "Set `pad_token_id` to a token of the model."
 def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, inputs: DecodingInputs) -> Any:
     """Run `method(model, **model_kwargs)`, a decoding loop of stock, over paged forwards, or in stock with a warning.
 
-    `why`: the reason why the engine does not pick the tokens itself. Calls with images then run in stock.
+    `why`: the reason why the engine does not pick the tokens itself.
     """
     config = inputs.generation_config
 
@@ -45,7 +46,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
         return fall_back(engine, reason, lambda: method(model, **inputs.model_kwargs), inputs.num_new)
 
     try:
-        specs = why if has_images(inputs.model_kwargs) else recognise(engine, inputs)
+        specs = recognise(engine, inputs)
     except Exception as error:  # stock may accept the argument, or raises its own error
         specs = unreadable(error)
     if paths.asked() is engine:
@@ -125,15 +126,21 @@ def recognise(engine: Engine, inputs: DecodingInputs) -> list[RequestSpec] | Rea
     feeds_padding = len(prompts) > 1 and any(hasattr(c, "eos_token_id") for c in inputs.stopping_criteria)
     if feeds_padding and pad is not None and not 0 <= int(pad) < engine.vocab_size:
         return Reason("pad_token_id={} is outside the vocabulary", int(pad), remedy=SET_PAD)
+    fed = fed_prompts(engine, inputs, prompts, max_new_tokens)
+    if isinstance(fed, Reason):
+        return fed
     autocast = engine.autocast_of_call()
     returns_cache = config.return_dict_in_generate and config.use_cache is not False
-    if not engine.has_stock_cache and returns_cache and (config.num_beams or 1) > 1:
-        return Reason("keys and values of beams, of which pages hold {}",
+    again = "beams" if (config.num_beams or 1) > 1 else "prompts with images" if any(fed) else None
+    if not engine.has_stock_cache and returns_cache and again is not None:  # a `LateCache` computes ids alone
+        return Reason("keys and values of {}, of which pages hold {}", again,
                       "something else than stock's cache" if autocast is None else f"copies in {autocast}",
                       remedy="`return_dict_in_generate` also returns a cache, which stock keeps in the dtype of the "
-                             "weights and some models as latents. Leave the option out, or give `use_cache=False`.")
+                             "weights and some models as latents. Leave the option out, or give `use_cache=False` "
+                             "without images.")
     return [RequestSpec(prompt=prompt, max_new_tokens=max_new_tokens, cache_salt=CALL_SALT.get(), autocast=autocast,
-                        adapter_name=adapter) for prompt, adapter in zip(prompts, adapters, strict=True)]
+                        adapter_name=adapter, fed=of_prompt)
+            for prompt, adapter, of_prompt in zip(prompts, adapters, fed, strict=True)]
 
 
 def paged_forwards(stock: Any) -> dict[str, Callable]:

@@ -31,7 +31,7 @@ from hf_paged.runner.step_shape import StepShape
 from hf_paged.sampling.log_probs import shape_of
 from hf_paged.sampling.slot_row import SlotRow
 from hf_paged.sampling.token_mask import HostMasks, TokenMasks
-from hf_paged.scheduler import StepPlan
+from hf_paged.scheduler import Sequence, StepPlan
 
 Result = TypeVar("Result")
 
@@ -364,10 +364,21 @@ class ModelRunner:
     def _update_state(self, plan: StepPlan, admitted: list[SlotRow]) -> None:
         self.follow_stream()
         if plan.admitted:
-            self._fed.admit(plan.admitted)
-            self.state.admit([s.slot for s in plan.admitted], [s.known_ids() for s in plan.admitted],
-                             [s.block_table for s in plan.admitted], admitted, [s.fed for s in plan.admitted])
+            self.admit(plan.admitted, admitted)
         self.state.update_blocks(*plan.block_updates)
+
+    def admit(self, sequences: Seq[Sequence], settings: list[SlotRow]) -> None:
+        """Write the known tokens, block tables and settings of sequences that got a slot, and what they are fed."""
+        self._fed.admit(sequences)
+        self.state.admit([s.slot for s in sequences], [s.known_ids() for s in sequences],
+                         [s.block_table for s in sequences], settings, [s.fed for s in sequences])
+
+    def follow_rows(self, sequences: Seq[Sequence]) -> None:
+        """Write the block tables of rows that continue others, and how far their positions are from those of text."""
+        slots = [s.slot for s in sequences]
+        self._fed.admit(sequences)
+        self.state.axis_offsets.admit(slots, [s.fed for s in sequences])
+        self.state.set_tables(slots, [s.block_table for s in sequences])
 
     def follow_stream(self) -> None:
         """Order this step after the last one, which another thread may have launched on another stream."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,25 +30,29 @@ class RowMoves(NamedTuple):
     targets: list[int]
 
 
-def blocks_together(prompts: list[list[int]], max_new_tokens: int, block_size: int,
-                    adapters: list[str | None]) -> int:
+def blocks_together(arrivals: list[Sequence], max_new_tokens: int, block_size: int) -> int:
     """Return the number of blocks that these rows may need while they step together."""
     # Equal rows share the full blocks of their prompt; the KV of the last token is never read.
-    distinct = set(zip(map(tuple, prompts), adapters, strict=True))
-    wanted = sum(len(prompt) // block_size for prompt, _ in distinct)
-    ends = (-(-(len(prompt) + max_new_tokens - 1) // block_size) for prompt in prompts)
-    return wanted + sum(end - len(prompt) // block_size for end, prompt in zip(ends, prompts, strict=True))
+    lengths = [seq.num_prompt_tokens for seq in arrivals]
+    wanted = sum(len(prompt) // block_size for prompt, *_ in set(map(_kind, arrivals)))
+    return wanted + sum(-(-(length + max_new_tokens - 1) // block_size) - length // block_size for length in lengths)
+
+
+def _kind(seq: Sequence) -> tuple[tuple[int, ...], str | None, bytes]:
+    """Return all that keys and values of a prompt depend on: its ids, its adapter, and what else they are keyed by."""
+    return tuple(seq.prompt_token_ids), seq.adapter, seq.block_key(0, seq.num_prompt_tokens)
 
 
 class LockstepRows:
     """R rows, each with a slot, a block table and a number of tokens whose KV is computed.
 
-    Equal prompts under one adapter are one row until `fork`. After an OutOfBlocksError of `prompt_plans` only `free`
-    may be called; any other method that raises this error may be called again.
+    Equal prompts under one adapter, which are fed the same, are one row until `fork`. After an OutOfBlocksError of
+    `prompt_plans` only `free` may be called; any other method that raises this error may be called again.
 
     Args:
         scheduler: Owner of the slots and blocks.
-        arrivals: Prompt of every row, with its adapter and cache key.
+        arrivals: Prompt of every row, with its adapter, its cache key and what it is fed; of equal ones the first is
+            used up.
         max_tokens: Maximum number of tokens (prompt and output) of a row.
 
     Attributes:
@@ -66,14 +70,10 @@ class LockstepRows:
         self._size, self._whole_prompts = scheduler.config.block_size, scheduler.config.whole_prompts
         self.have_states = scheduler.config.num_snapshots is not None
         self._max_tokens = max_tokens
-        kinds = [(tuple(seq.prompt_token_ids), seq.adapter, seq.cache_key) for seq in arrivals]
-        distinct: dict[tuple[tuple[int, ...], str | None, bytes], int] = {}
-        self._prompt_of = [distinct.setdefault(kind, len(distinct)) for kind in kinds]
-        self.sequences = [
-            Sequence(f"lockstep-{i}", list(prompt), max_new_tokens=1, cache_key=cache_key, adapter=adapter)
-            for i, (prompt, adapter, cache_key) in enumerate(distinct)
-        ]
-        self.lengths = np.zeros(len(distinct), np.int32)
+        numbers: dict[Any, int] = {}
+        self._prompt_of = [numbers.setdefault(kind, len(numbers)) for kind in map(_kind, arrivals)]
+        self.sequences = [arrivals[self._prompt_of.index(number)] for number in range(len(numbers))]
+        self.lengths = np.zeros(len(numbers), np.int32)
         self._capacity: np.ndarray | None = None  # tokens that each row's blocks hold; None if not counted yet
         self._promised: list[KVBlock] = []  # blocks published by the last plan of `prompt_plans`
         self.slots = np.array(scheduler.take_slots(len(arrivals)), np.int32)
@@ -106,11 +106,12 @@ class LockstepRows:
             tokens = np.array(seq.prompt_token_ids, np.int32)
             start = num_hit
             while start < len(tokens):
-                if not plan.room or (self._whole_prompts and plan.sequences and len(tokens) > plan.room):
+                least = len(tokens) if self._whole_prompts else seq.chunk_end(start, start + 1)
+                if plan.sequences and least - start > plan.room:
                     yield self._plan_of(plan)
                     self._promised = []
                     plan = PrefillRows(self._scheduler.config.max_num_batched_tokens)
-                end = len(tokens) if self._whole_prompts else min(len(tokens), start + plan.room)
+                end = max(least, seq.chunk_end(start, min(len(tokens), start + plan.room)))
                 plan.add(seq, start, end, max(start, seq.num_published * self._size), end == len(tokens))
                 # Before the step, so that the next prompt hits what this plan computes.
                 plan.published += self._manager.publish(seq, tokens, end)

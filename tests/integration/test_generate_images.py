@@ -308,15 +308,9 @@ def test_keys_without_what_was_fed_change_tokens(name, monkeypatch):
     assert not torch.equal(model.generate(**other, **NEW), expected)
 
 
-@pytest.mark.parametrize(("options", "reason"), [
-    ({"return_dict_in_generate": True}, "the keys and values of prompts with images"),
-    ({"num_beams": 2}, "num_beams"),
-    ({"use_cache": False}, "use_cache=False with images"),
-    ({"return_dict_in_generate": True, "output_logits": True, "use_cache": False}, "output_logits"),
-])
-def test_what_goes_to_stock_with_images(options, reason):
+def test_calls_without_a_cache_go_to_stock():
     model = seeing_model("smolvlm")
-    assert_falls_back(model, reason, **image_call(model, ONE), **NEW, **options)
+    assert_falls_back(model, "use_cache=False with images", **image_call(model, ONE), **NEW, use_cache=False)
 
 
 def test_positions_given_by_the_caller():

@@ -144,11 +144,42 @@ def test_equal_prompts_are_one_row_until_the_fork():
     assert len({seq.block_table[1] for seq in rows.sequences[:3]}) == 3
 
 
+class Spans:
+    """Content of a prompt in which the tokens of each span see each other."""
+
+    def __init__(self, *spans):
+        self.spans = spans
+
+    def block_key(self, first, end):
+        return b""
+
+    def chunk_end(self, first, end):
+        inside = next(((start, stop) for start, stop in self.spans if start < end < stop), None)
+        if inside is None:
+            return end
+        return inside[0] if inside[0] > first else inside[1]
+
+
+def test_tokens_that_see_each_other_are_computed_together():
+    """Chunks end in front of a span that has no room in a step, and behind one that no step has room for."""
+    book = scheduler(caching=False, budget=8)
+    first = Sequence("row", list(range(19)), max_new_tokens=1, fed=Spans((5, 11), (12, 17)))
+    second = Sequence("row", list(range(30, 50)), max_new_tokens=1, fed=Spans((1, 13)))
+    rows = LockstepRows(book, [first, second], 40)
+    found = []
+    for plan in rows.prompt_plans():
+        chunks = zip(plan.sequences, plan.start.tolist(), plan.num_new_tokens.tolist(), strict=True)
+        found.append([(seq is second, start, start + count) for seq, start, count in chunks])
+    assert found == [
+        [(False, 0, 5)], [(False, 5, 12)], [(False, 12, 19), (True, 0, 1)], [(True, 1, 13)], [(True, 13, 20)]]
+    assert [seq is first for seq in rows.sequences] == [True, False]
+
+
 def test_what_is_promised_to_fit_fits():
     """`blocks_together` counts the worst case: no reordering of these rows needs more."""
     prompts, new = [[1, 2, 3, 4, 5]] * 4, 8
     needed = 1 + 4 * 2
-    assert blocks_together(prompts, new, SIZE, [None] * len(prompts)) == needed
+    assert blocks_together(arriving(prompts), new, SIZE) == needed
     book = scheduler(needed + 1)
     rows = LockstepRows(book, arriving(prompts), 13)
     compute_prompts(rows, Pages(rows))

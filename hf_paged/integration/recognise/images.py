@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import Reason
+from hf_paged.integration import paths
 from hf_paged.integration.fallback import IN_FALLBACK
 from hf_paged.integration.paths import within
 from hf_paged.integration.recognise.inputs import DecodingInputs, argument_reasons, has_images, paged_rows
@@ -31,6 +32,22 @@ def on_device(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """
     return {name: value.to(model.device, model.dtype if value.is_floating_point() else None)
             if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def fed_prompts(engine: Engine, inputs: DecodingInputs, prompts: list[list[int]],
+                max_new_tokens: int) -> list[FedPrompt | None] | Reason:
+    """Return what the model is fed of each row of a call besides its ids (None: nothing), or why the engine cannot.
+
+    Args:
+        prompts: The rows without their padding.
+    """
+    if not has_images(inputs.model_kwargs):
+        return [None] * len(prompts)
+    if inputs.generation_config.use_cache is False:
+        return Reason("use_cache=False with images, which stock hands in again for each token",
+                      remedy="Leave the option out.")
+    return engine.recorded_images(inputs.input_ids, list(map(len, prompts)), inputs.model_kwargs, max_new_tokens,
+                                  once=paths.asked() is None)
 
 
 @torch.no_grad()
@@ -57,12 +74,13 @@ def fed_prompt(engine: Engine, ids: list[int], inputs: Mapping[str, Any], max_ne
     model = engine.model
     input_ids: Any = torch.tensor([ids], dtype=torch.int64, device=model.device)
     prepared = _prepared(engine, input_ids, on_device(model, given))
-    rows = paged_rows(engine, DecodingInputs(
-        input_ids, LogitsProcessorList(), StoppingCriteriaList(), GenerationConfig(), False, prepared))
+    call = DecodingInputs(
+        input_ids, LogitsProcessorList(), StoppingCriteriaList(), GenerationConfig(), False, prepared)
+    rows = paged_rows(engine, call)
     if isinstance(rows, Reason):
         return rows
     most_new = min(max_new_tokens, engine.max_model_len - len(ids))
-    found = engine.recorded_images(input_ids, [len(ids)], prepared, most_new)
+    found = fed_prompts(engine, call, [ids], most_new)
     if isinstance(found, Reason):
         return found
     return None if found[0] is None else found[0].on_host()
