@@ -156,8 +156,20 @@ class VocabParallelHead(Sharded, nn.Linear):
         return columns.flatten(-2)[..., : self.vocab_size]
 
 
+class UpdateMatrix(Sharded, nn.Linear):
+    """Matrix [m, k] of a LoRA update of experts' weights: the rows or columns that a rank's part of the weights has.
+
+    Its weight is read, and no token is multiplied with it.
+    """
+
+    def __init__(self, group: ParallelGroup, shard: Shard, **kind: Any) -> None:
+        height, width = shard.part_shape
+        super().__init__(width, height, bias=False, **kind)
+        self.group, self.shards = group, {"weight": shard}
+
+
 SHARDED_LAYERS = (ColumnParallelLinear, GatheringLinear, ReplicatedLinear, RowParallelLinear, SplittingLinear,
-                  VocabParallelEmbedding, VocabParallelHead)
+                  UpdateMatrix, VocabParallelEmbedding, VocabParallelHead)
 
 
 class ShardedExperts(Sharded):

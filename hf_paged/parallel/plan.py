@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason, UnsupportedModelError
-from hf_paged.parallel.adapters import is_cut_like_its_layer
+from hf_paged.parallel.adapters import is_cut_like_its_layer, needs_cut
 from hf_paged.parallel.group import ParallelGroup, group_of
 from hf_paged.parallel.layers import (
     ColumnParallelLinear,
@@ -24,7 +24,6 @@ from hf_paged.parallel.layers import (
     SplittingLinear,
     VocabParallelHead,
     even_range,
-    is_sharded,
     kv_head_range,
     local_kv_heads,
     shard_embedding,
@@ -182,8 +181,7 @@ def broken_part(model: Any) -> Reason | None:
         return None
     matrices: set[int] = set()  # of adapters that are cut right, where one matrix is whole
     for name, module in model.named_modules():
-        inner = getattr(module, "base_layer", None)
-        if inner is not None and is_sharded(inner):
+        if needs_cut(module):
             if not is_cut_like_its_layer(module):
                 return Reason("{} wraps a layer that is sharded over ranks, which its adapter is not", name,
                               remedy="Load the adapter by `load_adapter` of the PagedGenerator or Engine, or merge it "
