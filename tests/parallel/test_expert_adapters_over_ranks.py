@@ -116,6 +116,7 @@ def test_loaded_switched_trained_and_deleted(case: Case, generator: PagedGenerat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3-moe-mixed"], indirect=True)
 def test_where_every_rank_runs_the_script(case: Case) -> None:
     """With PEFT's own methods of layers, and an optimizer's writes into each rank's part."""
     for found in run_ranks("expert_rank_checks:adapters_between_calls", 2, str(case.folder), PROMPTS, NEW):
