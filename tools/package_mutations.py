@@ -1357,8 +1357,6 @@ OVER_RANKS = [
                     "layer.active_adapters", UPDATE_PARTS_TESTS, "can_be_active"),
     PackageMutation("parallel/adapters.py", "layer.num_experts > 1 and all(", "True or all(", UPDATE_PARTS_TESTS,
                     "cut_otherwise"),
-    PackageMutation(TRANSFER, "        activate(model, self.names)\n", "        pass\n",
-                    ADAPTERS_TESTS, "every_row and sharded"),
     PackageMutation(NAMED, "rows.copy_(tensor.reshape(place.shard.shape)[start:stop])", "rows.zero_()",
                     "parallel/test_load_weights_over_ranks.py", "come_back_whole"),
 ]
