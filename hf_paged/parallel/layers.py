@@ -114,10 +114,14 @@ class ShardedEmbedding(Sharded):
         if not self.group.is_parallel:
             vectors = super().forward(input)  # type: ignore[misc]
             return vectors
+        return self.group.all_reduce(self.own_vectors(input, 0.0))
+
+    def own_vectors(self, input: torch.Tensor, others: float) -> torch.Tensor:
+        """Embed ids [...] without other ranks: each number of a vector that another rank has is `others`."""
         local = input - self.first
         elsewhere = (local < 0) | (local >= self.num_embeddings)
-        vectors = super().forward(local.masked_fill(elsewhere, 0))  # type: ignore[misc]
-        return self.group.all_reduce(vectors.masked_fill(elsewhere[..., None], 0.0))
+        vectors: torch.Tensor = super().forward(local.masked_fill(elsewhere, 0))  # type: ignore[misc]
+        return vectors.masked_fill(elsewhere[..., None], others)
 
 
 class VocabParallelEmbedding(ShardedEmbedding, nn.Embedding):

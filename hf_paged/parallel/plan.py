@@ -131,7 +131,7 @@ def _check(name: str, module: Any, style: str | None, plan: dict[str, str]) -> N
         raise _refused(module, f"style {style!r} of a layer that is no torch.nn.Linear", name)
     elif style not in _WHOLE and style not in _CUTS:
         raise _refused(module, f"style {style!r} of transformers' plan", name)
-    elif isinstance(module, (nn.Linear, nn.Embedding)) and type(module) is not nn.Linear:
+    elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         raise _refused(module, "transformers' plan leaves it out", name)
 
 
@@ -179,6 +179,7 @@ def broken_part(model: Any) -> Reason | None:
     group = group_of(model)
     if not group.is_parallel:
         return None
+    tokens = model.get_input_embeddings()
     matrices: set[int] = set()  # of adapters that are cut right, where one matrix is whole
     for name, module in model.named_modules():
         if needs_cut(module):
@@ -194,7 +195,7 @@ def broken_part(model: Any) -> Reason | None:
                 if parameter is not None and tuple(parameter.shape) != (part := module.shards[key].part_shape):
                     return Reason("{}.{} has shape {}: expected this rank's part, {}", name, key,
                                   tuple(parameter.shape), part, remedy=_LOAD_AGAIN)
-        elif isinstance(module, (nn.Linear, nn.Embedding)) and id(module) not in matrices:
+        elif (isinstance(module, nn.Linear) and id(module) not in matrices) or module is tokens:
             return Reason("{} is a whole {} in a model that is sharded over ranks", name, type(module).__name__,
                           remedy=_LOAD_AGAIN)
     return None
