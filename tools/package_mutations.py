@@ -1357,6 +1357,10 @@ OVER_RANKS = [
                     "layer.active_adapters", UPDATE_PARTS_TESTS, "can_be_active"),
     PackageMutation("parallel/adapters.py", "layer.num_experts > 1 and all(", "True or all(", UPDATE_PARTS_TESTS,
                     "cut_otherwise"),
+    PackageMutation("models/images/decoder_inputs.py", "others=torch.finfo(weight.dtype).max", "others=0.0",
+                    "parallel/test_images_over_ranks.py", "alone"),
+    PackageMutation("parallel/loading.py", "matrix, start + index)", "matrix, start)",
+                    "parallel/test_images_over_ranks.py", "alone"),
     PackageMutation(NAMED, "rows.copy_(tensor.reshape(place.shard.shape)[start:stop])", "rows.zero_()",
                     "parallel/test_load_weights_over_ranks.py", "come_back_whole"),
 ]

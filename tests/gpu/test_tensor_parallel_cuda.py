@@ -1,4 +1,5 @@
-"""On 2, 4 and 8 GPUs: tokens of the trained model in bf16, and of random ones in fp32, as on one; CUDA graphs."""
+"""On 2, 4 and 8 GPUs: tokens of the trained model in bf16, and of random ones in fp32, as on one; LoRA on experts, and
+images; CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import peft
 import pytest
 import torch
 from family_models import family_model
+from image_processors import image, model_of, processor, stock_answer, user
 from lora_models import randomize, with_adapter, with_expert_adapter
 from support import lookup_chat, lookup_facts, random_prompts, tiny_model
 from transformers import AutoModelForCausalLM
@@ -267,3 +269,20 @@ def test_lora_on_experts(tmp_path, size, name, monkeypatch):
             before = made
         assert sharded.engine.stats().num_graphs_captured > 0
     assert seen & {3, 4}, seen
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3"])
+def test_chats_with_images(tmp_path, name):
+    """Rank 0's vectors on each GPU; decode steps in graphs."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    made = processor(name)
+    model = model_of(made, name)
+    model.save_pretrained(tmp_path)
+    chats = [[user("what is ", image(1), "?")], [user("what is ", image(3), "?")],
+             [user(image(1), " or ", image(2, 16, 24), "?")]]
+    expected = [stock_answer(model, made, chat, max_new_tokens=12)[1] for chat in chats]
+    assert expected[0] != expected[1]
+    with PagedGenerator.from_pretrained(tmp_path, tensor_parallel_size=2, tokenizer=made) as sharded:
+        for _ in range(3):
+            assert ids(sharded.generate(chats, max_new_tokens=12)) == expected
+        assert sharded.engine.stats().num_graphs_captured > 0
