@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import reprlib
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import chain
@@ -294,12 +294,15 @@ class PagedGenerator:
         return self.engine.named_weights()
 
     def load_adapter(self, name: str, adapter: Any, config: Any = None) -> None:
-        """Add a LoRA adapter to the model, on all its ranks, which prompts may name by ``adapter_names``; see
-        `Engine.load_adapter`."""
+        """Add a LoRA adapter, on all ranks, that prompts may name by ``adapter_names``; see `Engine.load_adapter`."""
         self.engine.load_adapter(name, adapter, config)
 
+    def set_adapter(self, names: str | Sequence[str] | None) -> None:
+        """Activate adapters for prompts that name none; see `Engine.set_adapter`."""
+        self.engine.set_adapter(names)
+
     def delete_adapter(self, name: str) -> None:
-        """Remove a LoRA adapter from the model, on all its ranks; see `Engine.delete_adapter`."""
+        """Remove a LoRA adapter; see `Engine.delete_adapter`."""
         self.engine.delete_adapter(name)
 
     def metrics(self, registry: CollectorRegistry | None = None) -> CollectorRegistry:

@@ -1340,7 +1340,8 @@ METRICS = [
 NAMED, NAMED_TESTS = "parallel/named_weights.py", "parallel/test_named_weights.py"
 TRANSFER, TRANSFER_TESTS = "engine/ranks/weight_transfer.py", "engine/test_load_weights.py"
 SIGNALS, SIGNALS_TESTS = "engine/ranks/interrupts.py", "engine/ranks/test_interrupt_signals.py"
-ADAPTERS_TESTS = "parallel/test_adapters_over_ranks.py"
+ADAPTERS_TESTS, UPDATE_PARTS_TESTS = (
+    f"parallel/test_{name}.py" for name in ("adapters_over_ranks", "expert_adapters"))
 OVER_RANKS = [
     PackageMutation(SIGNALS, "passes, self.passes, self._since = self.passes, False, None",
                     "passes, self._since = self.passes, None", SIGNALS_TESTS, "unwinds"),
@@ -1362,6 +1363,18 @@ OVER_RANKS = [
     PackageMutation("parallel/adapters.py", "layer._active_adapter = before.get(id(layer), [])", "pass",
                     ADAPTERS_TESTS,
                     "every_row and process"),
+    PackageMutation("parallel/adapters.py", "(Shard(a, 1, whole.ranges) if whole.dim == k else Shard.whole(a),",
+                    "(Shard.whole(a),", UPDATE_PARTS_TESTS, "part_of_pefts"),
+    PackageMutation("parallel/adapters.py", "in reversed(list(_lora_layers(model))):", "in list(_lora_layers(model)):",
+                    UPDATE_PARTS_TESTS, "can_be_active"),
+    PackageMutation("parallel/adapters.py", "[one for one in layer.active_adapters if one != name]",
+                    "layer.active_adapters", UPDATE_PARTS_TESTS, "can_be_active"),
+    PackageMutation("parallel/adapters.py", "layer.num_experts > 1 and all(", "True or all(", UPDATE_PARTS_TESTS,
+                    "cut_otherwise"),
+    PackageMutation("models/images/decoder_inputs.py", "others=torch.finfo(weight.dtype).max", "others=0.0",
+                    "parallel/test_images_over_ranks.py", "alone"),
+    PackageMutation("parallel/loading.py", "matrix, start + index)", "matrix, start)",
+                    "parallel/test_images_over_ranks.py", "alone"),
     PackageMutation(NAMED, "rows.copy_(tensor.reshape(place.shard.shape)[start:stop])", "rows.zero_()",
                     "parallel/test_load_weights_over_ranks.py", "come_back_whole"),
 ]

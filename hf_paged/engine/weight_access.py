@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from hf_paged.engine.locked_core import LockedCore, updates
 from hf_paged.engine.ranks import interrupts
 from hf_paged.engine.ranks.commands import BeginWeightUpdate, GatherWeights
-from hf_paged.engine.ranks.weight_transfer import NewAdapter, NoAdapter, WeightLoader, buckets
+from hf_paged.engine.ranks.weight_transfer import ActiveAdapters, NewAdapter, NoAdapter, WeightLoader, buckets
 from hf_paged.errors import PartlyLoadedError
-from hf_paged.parallel.adapters import add_adapter, has_adapter, read_adapter, remove_adapter
+from hf_paged.parallel.adapters import activate, active_names, add_adapter, has_adapter, read_adapter, remove_adapter
 from hf_paged.parallel.group import SINGLE
 
 
@@ -125,7 +125,8 @@ class WeightAccess(LockedCore):
         """Add a LoRA adapter to the model, as one `weight_update`. Requests may name the adapter; it is not activated.
 
         Every rank of a sharded model gets its part of the adapter. PEFT has to be installed. The LoraConfig's targets
-        must be linear layers of the decoder; embeddings, head, experts and variants (DoRA) are refused.
+        must be linear layers of the decoder and, as ``target_parameters``, weights of its experts; embeddings, head and
+        variants (DoRA) are refused. No request can name an adapter of a model with LoRA on experts: see `set_adapter`.
 
         Args:
             name: the adapter's name, for `adapter_names` and `adapter_name`.
@@ -155,6 +156,23 @@ class WeightAccess(LockedCore):
                 if is_sent:
                     self._commands.tell(NoAdapter(name))
                 raise
+
+    def set_adapter(self, names: str | Sequence[str] | None) -> None:
+        """Make LoRA adapters the active ones, for requests that name none, on all ranks, as one `weight_update`.
+
+        Args:
+            names: name of an adapter of the model, or several, whose updates are added in this order; None or []: no
+                adapter is active.
+
+        Raises:
+            ValueError, TypeError: the model lacks an adapter, or has copies of layers for one (``modules_to_save``).
+            RuntimeError: as from `load_adapter`.
+        """
+        self._check_holds_weights()
+        active = active_names(self.model, names)
+        with self.weight_update():
+            activate(self.model, active)
+            self._commands.tell(ActiveAdapters(active))
 
     def delete_adapter(self, name: str) -> None:
         """Remove a LoRA adapter from the model, on all ranks, as one `weight_update`.

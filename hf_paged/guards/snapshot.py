@@ -253,6 +253,9 @@ def _frozen_inside(value: Any) -> Any:
     if kind in (list, tuple):
         with suppress(RecursionError):  # a container that holds itself
             return kind([_frozen(inner, inside=True) for inner in value])
+    elif issubclass(kind, tuple) and hasattr(kind, "_fields"):  # a rank's part of a tensor, for instance
+        with suppress(RecursionError):
+            return kind(*(_frozen(inner, inside=True) for inner in value))
     elif kind is dict and all(type(key) in ATOMS for key in value):
         with suppress(RecursionError):
             frozen = {key: _frozen(inner, inside=True) for key, inner in value.items()}

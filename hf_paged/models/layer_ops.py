@@ -63,10 +63,11 @@ def is_plain_linear(module: nn.Module) -> bool:
 
     Eligibility checks whether these classes are patched.
     """
-    return type(module) in (nn.Linear, ColumnParallelLinear) and _is_untouched(module)
+    return type(module) in (nn.Linear, ColumnParallelLinear) and is_untouched(module)
 
 
-def _is_untouched(module: nn.Module) -> bool:
+def is_untouched(module: nn.Module) -> bool:
+    """Return whether a layer has a plain float weight, and neither hooks nor another forward than its class's."""
     if module._forward_hooks or module._forward_pre_hooks:
         return False
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
@@ -79,7 +80,7 @@ def apply_linear(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., 
     if is_plain_linear(module):
         assert isinstance(module, nn.Linear)
         return linear(hidden, module.weight, module.bias)
-    if type(module) is RowParallelLinear and module.group.is_parallel and _is_untouched(module):
+    if type(module) is RowParallelLinear and module.group.is_parallel and is_untouched(module):
         return module.finish(linear(hidden, module.weight, None))
     return apply_module(module, hidden, rows)
 
@@ -97,7 +98,7 @@ def apply_module(module: nn.Module, hidden: torch.Tensor, rows: AdapterRows | No
 def row_product(module: nn.Module, hidden: torch.Tensor, linear: Callable[..., torch.Tensor],
                 rows: AdapterRows | None = None) -> tuple[torch.Tensor, ParallelGroup]:
     """Return `apply_linear`, and the ranks whose products still have to be summed; `SINGLE` if there are none."""
-    if type(module) is RowParallelLinear and module.bias is None and _is_untouched(module):
+    if type(module) is RowParallelLinear and module.bias is None and is_untouched(module):
         return linear(hidden, module.weight, None), module.group
     return apply_linear(module, hidden, linear, rows), SINGLE
 

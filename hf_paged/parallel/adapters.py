@@ -1,8 +1,10 @@
 """LoRA adapters of PEFT on a model of which each rank holds a part.
 
 PEFT's layers are not changed. If a layer is cut by rows, B is cut by the same rows; if it is cut by columns, A is cut
-by them, and A's product is summed over the ranks before B reads it, so that all rounding but that sum's is stock's. The
-matrices are layers of `parallel.layers`, which know their part of the whole matrix.
+by them, and A's product is summed over the ranks before B reads it, so that all rounding but that sum's is stock's.
+Updates of experts' weights (`target_parameters`) are cut likewise, and need no sum: a rank's part of a weight plus that
+of its update is the part of their sum. The matrices are layers of `parallel.layers`, which know their part of the whole
+matrix.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +21,23 @@ from torch import nn
 from hf_paged.guards.replaced_forwards import called_name
 from hf_paged.optional import require
 from hf_paged.parallel.checkpoint import check_place, naming_broken_files
-from hf_paged.parallel.layers import ColumnParallelLinear, RowParallelLinear, Sharded
+from hf_paged.parallel.group import SINGLE
+from hf_paged.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Shard,
+    Sharded,
+    UpdateMatrix,
+    is_sharded,
+    shard_of,
+)
 
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.(?:(.+)\.)?(weight|bias)")
-_KIND = "peft.tuners.lora.layer.Linear"
-# Fields of a LoraConfig that need more than two matrices beside a linear layer.
-_BEYOND = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication", "use_dora")
-_REMEDY = "expected a LoraConfig over linear layers of the decoder; merge the adapter into the checkpoint otherwise"
+_KIND, _EXPERTS = "peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.ParamWrapper"
+# Fields of a LoraConfig that need more than two matrices beside a layer.
+_BEYOND = ("modules_to_save", "trainable_token_indices", "layer_replication", "use_dora")
+_REMEDY = ("expected a LoraConfig over linear layers of the decoder, or weights of its experts; merge the adapter into "
+           "the checkpoint otherwise")
 
 
 def read_adapter(name: Any, adapter: Any, config: Any) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
@@ -65,7 +77,7 @@ def read_adapter(name: Any, adapter: Any, config: Any) -> tuple[Any, list[tuple[
     for key, tensor in adapter.items():
         match = _MATRIX.fullmatch(str(key))
         if match is None or match[3] not in (None, name):
-            raise ValueError(f"{key!r} of the adapter is neither lora_A nor lora_B of a linear layer: {_REMEDY}")
+            raise ValueError(f"{key!r} of the adapter is neither lora_A nor lora_B of a layer: {_REMEDY}")
         tensors.append((f"{match[1]}.{match[2]}.{name}.{match[4]}", tensor))
     return config, tensors
 
@@ -77,8 +89,8 @@ def add_adapter(model: Any, name: str, config: Any) -> list[str]:
         The names of its tensors.
 
     Raises:
-        ValueError: the name is taken, or the config needs more than matrices beside linear layers of the decoder. The
-            model is unchanged.
+        ValueError: the name is taken, or the config needs more than matrices beside linear layers of the decoder and
+            weights of experts. The model is unchanged.
     """
     require("peft", "an adapter")
     import peft
@@ -109,7 +121,8 @@ def add_adapter(model: Any, name: str, config: Any) -> list[str]:
 
 def remove_adapter(model: Any, name: str) -> None:
     """Remove an adapter from every layer; a layer without adapters is replaced by its base layer."""
-    for path, layer in list(_lora_layers(model)):
+    for path, layer in reversed(list(_lora_layers(model))):  # a layer inside another one first
+        layer._active_adapter = [one for one in layer.active_adapters if one != name]  # else PEFT activates another
         if name in _held(layer):
             layer.delete_adapter(name)
             if not _held(layer):
@@ -126,8 +139,52 @@ def has_adapter(model: Any, name: str) -> bool:
     return any(name in _held(layer) for _, layer in _lora_layers(model))
 
 
+def active_names(model: Any, names: Any) -> tuple[str, ...]:
+    """Return the names that `activate` takes.
+
+    Raises:
+        TypeError: ``names`` is neither a str, nor a sequence of them, nor None.
+        ValueError: the model lacks one of these adapters, or has copies of whole layers for its adapters.
+    """
+    listed = [names] if isinstance(names, str) else [] if names is None else names
+    if not isinstance(listed, Sequence) or not all(isinstance(name, str) for name in listed):
+        raise TypeError(f"names={names!r:.200}: expected the name of an adapter, a list of names, or None")
+    known = set[str]().union(*(_held(layer) for _, layer in _lora_layers(model)))
+    if unknown := [name for name in listed if name not in known]:
+        found = ", ".join(sorted(known)) or "it has none"
+        raise ValueError(f"names={names!r:.200}: expected adapters of the model ({found}), got {unknown[0]!r:.200}")
+    if any("modules_to_save" in module._modules for module in model.modules()):
+        raise ValueError(f"names={names!r:.200}: adapters have copies of layers (modules_to_save), which are not "
+                         "switched here; call `set_adapter` of the PeftModel")
+    return tuple(dict.fromkeys(listed))
+
+
+def activate(model: Any, names: Sequence[str]) -> None:
+    """Make these adapters, and no others, the active ones of every LoRA layer; nothing begins to train."""
+    for _, layer in _lora_layers(model):
+        layer._active_adapter = list(names)
+
+
+def layer_inside(module: nn.Module) -> Any:
+    """Return the layer that layers of tuners, one around the other, wrap; None for a module that wraps none."""
+    inner = getattr(module, "base_layer", None)
+    while (further := getattr(inner, "base_layer", None)) is not None:
+        inner = further
+    return inner
+
+
+def needs_cut(module: nn.Module) -> bool:
+    """Return whether a module of a tuner is right only if its matrices are cut like the layer that it wraps."""
+    inner = layer_inside(module)
+    return inner is not None and (is_sharded(inner) or called_name(module) == _EXPERTS)
+
+
 def is_cut_like_its_layer(layer: Any) -> bool:
     """Return whether the matrices of all adapters of a LoRA layer are cut by `add_adapter` as its base layer is cut."""
+    if called_name(layer) == _EXPERTS:
+        return layer.num_experts > 1 and all(
+            [_shard_of_matrix(matrix) for matrix in (layer.lora_A[name], layer.lora_B[name])]
+            == [*_shards_of_update(layer, len(layer.lora_A[name].weight))] for name in layer.lora_A)
     kinds = {ColumnParallelLinear: (nn.Linear, ColumnParallelLinear), RowParallelLinear: (RowParallelLinear, nn.Linear)}
     expected = kinds.get(type(layer.base_layer))
     if expected is None or called_name(layer) != _KIND or layer.merged_adapters or getattr(layer, "lora_variant", {}):
@@ -145,6 +202,9 @@ def _held(layer: Any) -> set[str]:
 
 def _cut(path: str, layer: Any, name: str) -> None:
     """Replace the matrices of a new adapter, on the meta device, by ones with memory for this rank's part."""
+    if called_name(layer) == _EXPERTS and layer.num_experts > 1:
+        _cut_update(layer, name)
+        return
     base = layer.base_layer
     known = type(base) in (nn.Linear, ColumnParallelLinear, RowParallelLinear)
     if called_name(layer) != _KIND or not known or name in getattr(layer, "lora_variant", {}):
@@ -161,5 +221,36 @@ def _cut(path: str, layer: Any, name: str) -> None:
             up = ColumnParallelLinear(nn.Linear(rank, shard.shape[0], has_bias, **kind), base.group, part)
         else:
             down = RowParallelLinear(nn.Linear(shard.shape[1], rank, False, **kind), base.group, part)
+    _put(layer, name, down, up, base.weight.device)
+
+
+def _cut_update(wrapper: Any, name: str) -> None:
+    """Do the same to the matrices of an update of experts' weights."""
+    experts, kind = layer_inside(wrapper), {"device": "meta", "dtype": torch.float32}
+    group = experts.group if isinstance(experts, Sharded) else SINGLE
+    down, up = (UpdateMatrix(group, shard, **kind) if shard != Shard.whole(shard.shape)
+                else nn.Linear(shard.shape[1], shard.shape[0], bias=False, **kind)
+                for shard in _shards_of_update(wrapper, wrapper.lora_A[name].out_features))
+    _put(wrapper, name, down, up, wrapper.get_param().device)
+
+
+def _shards_of_update(wrapper: Any, columns: int) -> tuple[Shard, Shard]:
+    """Return this rank's parts of A [columns, k] and B [n, columns] of an update of the weights of experts.
+
+    Each expert's weight is n x k, or, where PEFT finds it transposed, k x n.
+    """
+    whole = shard_of(layer_inside(wrapper), wrapper.parameter_name)
+    n, k = (1, 2) if wrapper._did_swap_in_out_features else (2, 1)
+    a, b = (columns, whole.shape[k]), (whole.shape[n], columns)
+    return (Shard(a, 1, whole.ranges) if whole.dim == k else Shard.whole(a),
+            Shard(b, 0, whole.ranges) if whole.dim == n else Shard.whole(b))
+
+
+def _shard_of_matrix(matrix: Any) -> Shard | None:
+    """Return the part that a matrix of an update is; None for a layer that `_cut_update` does not make."""
+    return shard_of(matrix, "weight") if type(matrix) in (nn.Linear, UpdateMatrix) else None
+
+
+def _put(layer: Any, name: str, down: nn.Module, up: nn.Module, device: torch.device) -> None:
     for key, matrix in (("lora_A", down), ("lora_B", up)):
-        getattr(layer, key)[name] = matrix.to_empty(device=base.weight.device).requires_grad_(False).eval()
+        getattr(layer, key)[name] = matrix.to_empty(device=device).requires_grad_(False).eval()

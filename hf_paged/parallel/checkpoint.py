@@ -40,7 +40,8 @@ class Entry(NamedTuple):
 class CheckpointSlice(NamedTuple):
     """Slice `start` to `stop` along `dim` of the tensor `key`, or of its `matrix`-th matrix, and its target.
 
-    `target` is a contiguous vector or matrix on any device and in any float dtype.
+    `target` is a contiguous tensor on any device and in any float dtype; cut in another dimension than its first, a
+    matrix.
     """
 
     key: str
@@ -173,7 +174,7 @@ def _batches(pieces: Iterable[CheckpointSlice], entries: dict[str, Entry]) -> It
 def _chunks(piece: CheckpointSlice, entry: Entry) -> Iterator[_Chunk]:
     """Yield rows of the target in chunks: contiguous in memory, and in the file at most columns are left out."""
     matrix = () if piece.matrix is None else (slice(piece.matrix, piece.matrix + 1),)
-    width = entry.shape[-1] if piece.target.ndim == 2 else 1
+    width = torch.Size(entry.shape[1 if piece.matrix is None else 2:]).numel()
     row_bytes = width * max(DTYPES[entry.dtype].itemsize, piece.target.element_size())
     step = max(1, _CHUNK_BYTES // row_bytes)
     for row in range(0, len(piece.target), step):

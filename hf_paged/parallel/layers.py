@@ -114,10 +114,14 @@ class ShardedEmbedding(Sharded):
         if not self.group.is_parallel:
             vectors = super().forward(input)  # type: ignore[misc]
             return vectors
+        return self.group.all_reduce(self.own_vectors(input, 0.0))
+
+    def own_vectors(self, input: torch.Tensor, others: float) -> torch.Tensor:
+        """Embed ids [...] without other ranks: each number of a vector that another rank has is `others`."""
         local = input - self.first
         elsewhere = (local < 0) | (local >= self.num_embeddings)
-        vectors = super().forward(local.masked_fill(elsewhere, 0))  # type: ignore[misc]
-        return self.group.all_reduce(vectors.masked_fill(elsewhere[..., None], 0.0))
+        vectors: torch.Tensor = super().forward(local.masked_fill(elsewhere, 0))  # type: ignore[misc]
+        return vectors.masked_fill(elsewhere[..., None], others)
 
 
 class VocabParallelEmbedding(ShardedEmbedding, nn.Embedding):
@@ -156,8 +160,20 @@ class VocabParallelHead(Sharded, nn.Linear):
         return columns.flatten(-2)[..., : self.vocab_size]
 
 
+class UpdateMatrix(Sharded, nn.Linear):
+    """Matrix [m, k] of a LoRA update of experts' weights: the rows or columns that a rank's part of the weights has.
+
+    Its weight is read, and no token is multiplied with it.
+    """
+
+    def __init__(self, group: ParallelGroup, shard: Shard, **kind: Any) -> None:
+        height, width = shard.part_shape
+        super().__init__(width, height, bias=False, **kind)
+        self.group, self.shards = group, {"weight": shard}
+
+
 SHARDED_LAYERS = (ColumnParallelLinear, GatheringLinear, ReplicatedLinear, RowParallelLinear, SplittingLinear,
-                  VocabParallelEmbedding, VocabParallelHead)
+                  UpdateMatrix, VocabParallelEmbedding, VocabParallelHead)
 
 
 class ShardedExperts(Sharded):

@@ -135,8 +135,11 @@ def _slices(key: str, place: WeightLocation) -> Iterator[CheckpointSlice]:
         if part.ndim < 3:
             yield CheckpointSlice(key, shard.dim, start, start + size, part)
             continue
-        for index, matrix in enumerate(part):  # of an expert, within which the tensor is cut
-            yield CheckpointSlice(key, shard.dim - 1, start, start + size, matrix, index)
+        for index, matrix in enumerate(part):
+            if shard.dim:  # within the matrix of each expert
+                yield CheckpointSlice(key, shard.dim - 1, start, start + size, matrix, index)
+            else:
+                yield CheckpointSlice(key, 0, 0, len(matrix), matrix, start + index)
 
 
 def _generation_config(path_or_id: str, files: dict[str, Any]) -> GenerationConfig:

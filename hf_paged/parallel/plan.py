@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason, UnsupportedModelError
-from hf_paged.parallel.adapters import is_cut_like_its_layer
+from hf_paged.parallel.adapters import is_cut_like_its_layer, needs_cut
 from hf_paged.parallel.group import ParallelGroup, group_of
 from hf_paged.parallel.layers import (
     ColumnParallelLinear,
@@ -24,7 +24,6 @@ from hf_paged.parallel.layers import (
     SplittingLinear,
     VocabParallelHead,
     even_range,
-    is_sharded,
     kv_head_range,
     local_kv_heads,
     shard_embedding,
@@ -132,7 +131,7 @@ def _check(name: str, module: Any, style: str | None, plan: dict[str, str]) -> N
         raise _refused(module, f"style {style!r} of a layer that is no torch.nn.Linear", name)
     elif style not in _WHOLE and style not in _CUTS:
         raise _refused(module, f"style {style!r} of transformers' plan", name)
-    elif isinstance(module, (nn.Linear, nn.Embedding)) and type(module) is not nn.Linear:
+    elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         raise _refused(module, "transformers' plan leaves it out", name)
 
 
@@ -180,10 +179,10 @@ def broken_part(model: Any) -> Reason | None:
     group = group_of(model)
     if not group.is_parallel:
         return None
+    tokens = model.get_input_embeddings()
     matrices: set[int] = set()  # of adapters that are cut right, where one matrix is whole
     for name, module in model.named_modules():
-        inner = getattr(module, "base_layer", None)
-        if inner is not None and is_sharded(inner):
+        if needs_cut(module):
             if not is_cut_like_its_layer(module):
                 return Reason("{} wraps a layer that is sharded over ranks, which its adapter is not", name,
                               remedy="Load the adapter by `load_adapter` of the PagedGenerator or Engine, or merge it "
@@ -196,7 +195,7 @@ def broken_part(model: Any) -> Reason | None:
                 if parameter is not None and tuple(parameter.shape) != (part := module.shards[key].part_shape):
                     return Reason("{}.{} has shape {}: expected this rank's part, {}", name, key,
                                   tuple(parameter.shape), part, remedy=_LOAD_AGAIN)
-        elif isinstance(module, (nn.Linear, nn.Embedding)) and id(module) not in matrices:
+        elif (isinstance(module, nn.Linear) and id(module) not in matrices) or module is tokens:
             return Reason("{} is a whole {} in a model that is sharded over ranks", name, type(module).__name__,
                           remedy=_LOAD_AGAIN)
     return None

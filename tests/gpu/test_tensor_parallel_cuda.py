@@ -1,4 +1,5 @@
-"""On 2, 4 and 8 GPUs: tokens of the trained model in bf16, and of random ones in fp32, as on one; CUDA graphs."""
+"""On 2, 4 and 8 GPUs: tokens of the trained model in bf16, and of random ones in fp32, as on one; LoRA on experts, and
+images; CUDA graphs."""
 
 from __future__ import annotations
 
@@ -6,13 +7,17 @@ import os
 import subprocess
 import sys
 
+import peft
 import pytest
 import torch
-from lora_models import with_adapter
+from family_models import family_model
+from image_processors import image, model_of, processor, stock_answer, user
+from lora_models import randomize, with_adapter, with_expert_adapter
 from support import lookup_chat, lookup_facts, random_prompts, tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_paged import PagedGenerator
+from hf_paged.models.experts import ExpertsParts
 from hf_paged.parallel.group import group_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -211,3 +216,73 @@ def test_torchrun_ends_although_graphs_hold_collectives(checkpoint, tmp_path, ho
     assert made.returncode == 0, made.stdout + made.stderr[-5000:]
     told = {f"TOKENS 0 {expected}", f"TOKENS 1 {None if how == 'generator' else expected}"}
     assert told <= set(made.stdout.splitlines())
+
+
+def scores_of(model, completions):
+    """What a stock model gives the prompts and tokens of completions, and what was given with them."""
+    stock, given = [], []
+    for one in completions:
+        tokens = torch.tensor([one.prompt_token_ids + one.token_ids], device=model.device)
+        with torch.no_grad():
+            known = model(tokens).logits[0, :-1].float().log_softmax(-1)
+        stock.append(known.gather(1, tokens[0, 1:, None])[:, 0].cpu())
+        given.append(torch.tensor([*one.prompt_logprobs[1:], *one.logprobs]))
+    return torch.cat(stock), torch.cat(given)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_lora_on_experts(tmp_path, size, name, monkeypatch):
+    """In kernels, which fold each rank's part; of two adapters, switched and trained between calls, in graphs.
+
+    In bf16 sums over ranks move a log-probability by far less than another adapter does.
+    """
+    seen, products = set(), ExpertsParts.products
+    monkeypatch.setattr(ExpertsParts, "products",
+                        lambda self, hidden, routes: seen.add(len(hidden)) or products(self, hidden, routes))
+    shape = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 128,
+             "moe_intermediate_size": 128}
+    model = family_model(name, **shape).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    wrapped = with_expert_adapter(with_expert_adapter(model, "red", scale=0.2), "blue", 6, r=3, scale=0.2)
+    wrapped.save_pretrained(tmp_path)
+    wrapped, prompts, before = wrapped.cuda(), random_prompts([33, 70, 7]), None
+    with PagedGenerator.from_pretrained(tmp_path / "base", tensor_parallel_size=size) as sharded:
+        for adapter in ("red", "blue"):
+            sharded.load_adapter(adapter, tmp_path / adapter)
+        for adapter in ("red", "blue", "trained", "red"):
+            if adapter == "trained":
+                randomize(wrapped, "blue", 9, 0.2)
+                trained = peft.get_peft_model_state_dict(wrapped, adapter_name="blue")
+                names = (f"{key.removeprefix('base_model.model.').removesuffix('.weight')}.blue.weight"
+                         for key in trained)
+                sharded.load_weights(dict(zip(names, trained.values(), strict=True)), partial=True)
+            else:
+                wrapped.set_adapter(adapter)
+                sharded.set_adapter(adapter)
+            for _ in range(2):
+                made = sharded.generate(prompts, max_new_tokens=24, logprobs=True, prompt_logprobs=True)
+                stock, given = scores_of(wrapped, made)
+                error = (stock - given).abs().mean()
+            if before is not None:  # the completions of the last adapter, by this one
+                stock, given = scores_of(wrapped, before)
+                assert error < 0.2 * (stock - given).abs().mean()
+            before = made
+        assert sharded.engine.stats().num_graphs_captured > 0
+    assert seen & {3, 4}, seen
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3"])
+def test_chats_with_images(tmp_path, name):
+    """Rank 0's vectors on each GPU; decode steps in graphs."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    made = processor(name)
+    model = model_of(made, name)
+    model.save_pretrained(tmp_path)
+    chats = [[user("what is ", image(1), "?")], [user("what is ", image(3), "?")],
+             [user(image(1), " or ", image(2, 16, 24), "?")]]
+    expected = [stock_answer(model, made, chat, max_new_tokens=12)[1] for chat in chats]
+    assert expected[0] != expected[1]
+    with PagedGenerator.from_pretrained(tmp_path, tensor_parallel_size=2, tokenizer=made) as sharded:
+        for _ in range(3):
+            assert ids(sharded.generate(chats, max_new_tokens=12)) == expected
+        assert sharded.engine.stats().num_graphs_captured > 0

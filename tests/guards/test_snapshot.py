@@ -21,6 +21,7 @@ import hf_paged
 from hf_paged.guards.snapshot import ModelSnapshot
 from hf_paged.models import eligibility
 from hf_paged.options.request_spec import RequestSpec
+from hf_paged.parallel.layers import Shard
 
 
 def _attribute(path, name, value):
@@ -235,7 +236,8 @@ def _with(value):
 
 @pytest.mark.parametrize("prepare", [
     _lora, _with([object.__new__(type("Thing", (), {})), [torch.ones(2)]]), _with({"a": (1, {2, 3})}),
-], ids=["lora", "list of objects", "atoms"])
+    _with({"weight": Shard((4, 6), 1, ((0, 3),))}),
+], ids=["lora", "list of objects", "atoms", "part of a rank"])
 def test_facts_of_an_unchanged_model_hold(prepare):
     """Where they did not, every step of a stream would look at all modules anew."""
     model = prepare(tiny_model())
@@ -251,7 +253,8 @@ def _itself():
 @pytest.mark.parametrize(("container", "key"), [
     ([torch.ones(2)], 0), ({"a": torch.ones(2)}, "a"), ([{"a": torch.ones(2)}], 0),
     (OrderedDict(a=torch.ones(2)), "a"), (_itself(), 0),
-], ids=["list", "dict", "nested", "OrderedDict", "itself"])
+    ({"weight": Shard((4, 6), 1, ((0, 3),))}, "weight"),
+], ids=["list", "dict", "nested", "OrderedDict", "itself", "named tuple"])
 def test_what_a_container_holds_is_looked_at(container, key):
     """`plain_tensors` finds tensors in containers of every class."""
     model = tiny_model()

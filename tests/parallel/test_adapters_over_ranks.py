@@ -91,6 +91,10 @@ def test_every_row_has_the_tokens_of_its_adapter(both, stock):
         rows = [names] * len(PROMPTS) if names is None or isinstance(names, str) else names
         expected = [stock[name or "__base__"][i] for i, name in enumerate(rows)]  # a loaded adapter is not active
         assert made(both, names) == expected
+    both.set_adapter("blue")
+    assert made(both, None) == stock["blue"] and made(both, ["red"] * len(PROMPTS)) == stock["red"]
+    both.set_adapter(None)
+    assert made(both, None) == stock["__base__"]
 
 
 def test_cached_prefixes_belong_to_an_adapter(both):

@@ -30,7 +30,7 @@ from hf_paged.parallel.layers import (
     VocabParallelHead,
     shard_of,
 )
-from hf_paged.parallel.plan import parallelize
+from hf_paged.parallel.plan import broken_part, parallelize
 
 SUPPORTED = ["llama", "llama-3", "mistral", "qwen2", "qwen3-moe", "qwen3-moe-mixed"]
 
@@ -103,7 +103,7 @@ def test_classes_that_cannot_be_sharded(name: str, settings: dict[str, Any], mes
 
 
 @pytest.mark.parametrize("change", [
-    lambda layer: layer.add_module("extra", nn.Embedding(2, 2, device="meta")),
+    lambda layer: layer.add_module("extra", nn.modules.linear.NonDynamicallyQuantizableLinear(2, 2, device="meta")),
     lambda layer: layer.mlp.add_module("up_proj", nn.Bilinear(2, 2, 2, device="meta")),
 ])
 def test_layers_whose_part_is_not_known(change: Any) -> None:
@@ -116,8 +116,10 @@ def test_layers_whose_part_is_not_known(change: Any) -> None:
 def test_layers_that_each_rank_holds_whole_or_whose_heads_are_gathered() -> None:
     model = derived_meta_model("Olmoe", EXPERTS)
     model.model.layers[1].extra = nn.Linear(6, 3, device="meta")
+    model.model.layers[1].places = nn.Embedding(6, 3, device="meta")
     parallelize(model, ParallelGroup(1, 2))
     layer = model.model.layers[1]
+    assert type(layer.places) is nn.Embedding and layer.places.weight.shape == (6, 3) and broken_part(model) is None
     assert type(layer.extra) is ReplicatedLinear and layer.extra.weight.shape == (3, 6)
     assert type(layer.self_attn.q_proj) is GatheringLinear and layer.self_attn.q_proj.weight.shape == (32, 64)
     assert type(layer.self_attn.o_proj) is SplittingLinear and layer.self_attn.o_proj.weight.shape == (64, 32)

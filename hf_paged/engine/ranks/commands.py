@@ -301,6 +301,7 @@ class CommandQueue:
 
 
 def _common(spec: RequestSpec) -> RequestSpec:
-    """Return what must be equal on all ranks: not the seed, which rank 0 draws, nor what depends on a rank's clock."""
+    """Return what must be equal on all ranks: not the seed, which rank 0 draws, nor what depends on a rank's clock, nor
+    what a rank's tower made of images."""
     output = None if spec.previous is None else spec.previous.token_ids
-    return spec.but(seed=0, max_time=None, timeout=None, stop=None, grammar=None, previous=output)
+    return spec.but(seed=0, max_time=None, timeout=None, stop=None, grammar=None, previous=output, fed=None)

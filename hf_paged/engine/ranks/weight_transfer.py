@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_paged.errors import PartlyLoadedError
-from hf_paged.parallel.adapters import add_adapter, remove_adapter
+from hf_paged.parallel.adapters import activate, add_adapter, remove_adapter
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.named_weights import NamedWeights, ShardRange, check_tensor, write
 
@@ -41,6 +41,15 @@ class NoAdapter(NamedTuple):
 
     def apply(self, model: Any) -> None:
         remove_adapter(model, self.name)
+
+
+class ActiveAdapters(NamedTuple):
+    """A message that these adapters are the active ones."""
+
+    names: tuple[str, ...]
+
+    def apply(self, model: Any) -> None:
+        activate(model, self.names)
 
 
 class WeightLoader:

@@ -9,8 +9,9 @@ from torch import nn
 
 from hf_paged.kernels.experts.fold import MOST_RANK, ExpertUpdate
 from hf_paged.models.expert_lora.folding import active_adapters, merged_but_off, wrappers_of
-from hf_paged.models.layer_ops import is_plain_linear
+from hf_paged.models.layer_ops import is_untouched
 from hf_paged.models.tuners import inside_wrappers
+from hf_paged.parallel.layers import UpdateMatrix
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -43,7 +44,8 @@ def updates_of(experts: Any) -> dict[str, ExpertUpdate] | str:
 
 
 def _are_plain(a: Any, b: Any, weight: Any, *, is_transposed: bool) -> bool:
-    if not all(type(matrix) is nn.Linear and is_plain_linear(matrix) and matrix.bias is None for matrix in (a, b)):
+    known = (nn.Linear, UpdateMatrix)  # whole, or this rank's part
+    if not all(type(matrix) in known and is_untouched(matrix) and matrix.bias is None for matrix in (a, b)):
         return False
     num_experts, (rows, columns) = len(weight), weight.shape[1:]
     if is_transposed:

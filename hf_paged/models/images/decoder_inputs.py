@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +13,8 @@ from transformers import PreTrainedModel
 from hf_paged.models.base import FedTokens
 from hf_paged.models.executor import view_of
 from hf_paged.models.images.fed_prompt import DEEPSTACK
+from hf_paged.parallel.group import group_of
+from hf_paged.parallel.layers import ShardedEmbedding
 
 MASK = "visual_pos_masks"  # which tokens `DEEPSTACK` adds to, [B, T]
 
@@ -38,18 +41,29 @@ def decoder_below(model: nn.Module, body: str, attending: Sequence[str]) -> str 
 def handed_over(model: nn.Module, path: str, call: Callable[[Any], object]) -> dict[str, Any]:
     """Return the keyword arguments with which `call`, of a view of a model, calls the module at `path`.
 
-    The model is not written to. Raises LookupError if the call does not reach the module, and what `call` raises.
+    The model is not written to. Its other ranks take no part: where one of them has a token's vector, a vector of the
+    largest number stands, which no image has. Raises LookupError if the call does not reach the module, and what `call`
+    raises.
     """
     def reached(*args: Any, **inputs: Any) -> NoReturn:
         if args:
             raise LookupError(f"{path} is called with {len(args)} arguments without names")
         raise _ReachedError(inputs)
 
+    forwards: dict[str, Callable[..., Any]] = {path: reached}
+    if group_of(model).is_parallel:
+        forwards |= {name: _alone(module) for name, module in model.named_modules()
+                     if isinstance(module, ShardedEmbedding)}
     try:
-        call(view_of(model, {path: reached}))
+        call(view_of(model, forwards))
     except _ReachedError as end:
         return end.inputs
     raise LookupError(f"the forward does not call {path}")
+
+
+def _alone(embedding: ShardedEmbedding) -> Callable[[torch.Tensor], torch.Tensor]:
+    weight: Any = embedding.weight  # type: ignore[attr-defined]
+    return partial(embedding.own_vectors, others=torch.finfo(weight.dtype).max)
 
 
 def feeding(body: nn.Module, path: str, fed: FedTokens) -> nn.Module:
