@@ -97,6 +97,7 @@ def _add_compile(commands: Any) -> None:
     parser.add_argument("--sm", type=int, required=True,
                         help="compute capability of the GPU: 80 A100, 86 A40, 89 L40S, 90 H100, 100 B200, 120 RTX PRO")
     parser.add_argument("--sms", type=_positive, help="its number of multiprocessors; left out: that of the GPU above")
+    parser.add_argument("--memory", type=_positive, help="its GiB, which bound the sequences of models with states")
     parser.add_argument("--dtype", default="auto", help="of the weights; auto: as the config says")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of the PagedConfig")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that lies beside the config")
@@ -110,13 +111,14 @@ def _compile(arguments: argparse.Namespace) -> int:
 
     config = hf_paged.PagedConfig(**read_pairs(arguments.set))
     began = time.perf_counter()
-    report = compile_ahead(arguments.model, config, gpu_model(arguments.sm, arguments.sms), dtype=arguments.dtype,
-                           trust_remote_code=arguments.trust_remote_code)
+    memory = None if arguments.memory is None else arguments.memory << 30
+    report = compile_ahead(arguments.model, config, gpu_model(arguments.sm, arguments.sms, memory),
+                           dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code)
     for failure in report.failed:
         print(f"failed: {failure}", file=sys.stderr)
     print(f"{report.num_compiled} kernels compiled, {report.num_found} found in {time.perf_counter() - began:.1f} s, "
           f"for compute capability {arguments.sm / 10}\ncache: {report.folder}; manifest: {report.manifest or 'none'}\n"
-          "not covered: adapters, autocast, several GPUs, FlashAttention, rare edits of logits")
+          "not covered: adapters, autocast, several GPUs, other packages (FlashAttention), rare edits of logits")
     return int(bool(report.failed))
 
 

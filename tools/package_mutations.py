@@ -1631,6 +1631,7 @@ SAVED_STATES = [
 ]
 
 STATE_GRAPHS, STATE_KERNELS = "runner/recurrent/test_recurrent_graphs.py", "runner/recurrent/test_decode_kernels.py"
+NAMED_ADAPTERS = "runner/recurrent/test_named_adapters.py"
 DELTA_NET, DELTA_NET_TESTS = "kernels/recurrent/delta_net.py", "kernels/recurrent/test_delta_net.py"
 STATES_ON_A_GPU = [
     PackageMutation("models/recurrent/view.py", "            if not is_dry():", "            if True:", STATE_GRAPHS,
@@ -1650,6 +1651,15 @@ STATES_ON_A_GPU = [
     PackageMutation("models/recurrent/view.py",
                     "                self.store()  # states", "                pass  # states",
                     "models/recurrent/test_view.py", "a_layer_that_asks"),
+    PackageMutation("models/derivation/recurrent_executor.py", "self.adapter_rows(step.adapters)", "None",
+                    NAMED_ADAPTERS, "adapter_each and Lfm2"),
+    PackageMutation(RECURRENT, "            adapters = self.state.adapters.of(upload(slots, self.device))",
+                    "            pass", NAMED_ADAPTERS, "adapter_each and Lfm2"),
+    PackageMutation("runner/padded_steps.py", "if executor.has_states else []\n        self.use_slots",
+                    "if executor.packs_prompts else []\n        self.use_slots", "runner/test_ready.py",
+                    "with_states and Lfm2"),
+    PackageMutation("kernels/build/absent_gpu.py", "return refused | {", "return {",
+                    "kernels/build/test_absent_gpu.py", "is_refused"),
     PackageMutation(RECURRENT, "        if not 0 < count < len(rows):", "        if True:", STATE_GRAPHS,
                     "replay_graphs and Lfm2"),
     PackageMutation(DELTA_NET, "        length = tl.load(lengths + row)", "        pass",

@@ -201,15 +201,8 @@ class RequestChecks(LockedCore):
         if executor.inner_decoder is None:
             return Reason("images of a {}, which hands its decoder ids", type(executor.source).__name__,
                           remedy=STAYS_IN_STOCK)
-<<<<<<< HEAD
-        if self.group.is_parallel or self.replica is not None:
-            return Reason("images of a model that is sharded over several ranks", remedy=STAYS_IN_STOCK)
-=======
-        if executor.has_states:
-            return Reason("images of a model that keeps recurrent states", remedy=STAYS_IN_STOCK)
         if self.replica is not None:
             return Reason("images of a model that its trainer shards", remedy=STAYS_IN_STOCK)
->>>>>>> expertranks
         for path, layer in () if adapter is None else executor.look().adapted_layers():
             is_before = path.startswith(f"{executor.body}.") and not path.startswith(f"{executor.inner_decoder}.")
             if is_before and {adapter} & (known := adapters_of(layer)) != {*layer.active_adapters} & known:

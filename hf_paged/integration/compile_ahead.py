@@ -86,10 +86,10 @@ def compile_ahead(path_or_id: str, config: PagedConfig, gpu: GpuModel, *, dtype:
     model = model_of_config(path_or_id, dtype, False, trust_remote_code)  # which the executor does not keep
     absent_gpu.place_as_on_gpu(model)
     executor = _executor_of(model, config)
-    config, before = fitting(config, executor), kernel_log.counts()
     absent_gpu.pretend(gpu)
+    before = kernel_log.counts()
     with absent_gpu.CountsAsGpu(), torch.inference_mode():
-        spec = executor.kv_spec()
+        config, spec = fitting(config, executor), executor.kv_spec()
         check_backend(config.attention_backend, spec.attention(config.block_size))
         manifest = Manifest(path := manifest_path(executor, spec, config))
         errors: dict[str, None] = {}

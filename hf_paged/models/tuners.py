@@ -159,7 +159,9 @@ def apply_layer(layer: nn.Module, tokens: torch.Tensor, rows: AdapterRows | None
 
 @contextmanager
 def by_row(layers: list[weakref.ref], rows: AdapterRows | None) -> Iterator[None]:
-    """Apply adapters by `rows` in this thread's calls of these layers, on packed tokens [1, T], in a ``with``.
+    """Apply adapters by `rows` in this thread's calls of these layers, on the T tokens of a step, in a ``with``.
+
+    The tokens are packed, or one of each row: [1, T], [T, 1] or [T].
 
     Hooks do it, since stock's modules call the layers. No hook is set if `rows` is None and no layer has PEFT's hooks.
     """
@@ -167,7 +169,7 @@ def by_row(layers: list[weakref.ref], rows: AdapterRows | None) -> Iterator[None
     if rows is None and not any(layer._forward_pre_hooks for layer in found):
         yield
         return
-    thread, flat = threading.get_ident(), set[Any]()
+    thread, shapes = threading.get_ident(), dict[Any, torch.Size]()
 
     def before(layer: Any, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != thread:
@@ -176,22 +178,17 @@ def by_row(layers: list[weakref.ref], rows: AdapterRows | None) -> Iterator[None
         if rows is None:
             return args, kwargs
         tokens, *others = args
-        if tokens.dim() == (2 if tokens.is_floating_point() else 1):  # without the dim of a batch, which PEFT needs
-            flat.add(layer)
-            tokens = tokens[None]
-        if tokens.shape[:2] != (1, len(rows.entries)):
+        shape = shapes[layer] = tokens.shape[: min(2, tokens.dim() - tokens.is_floating_point())]
+        if shape.numel() != len(rows.entries) or max(shape) < shape.numel():
             raise UnsupportedModelError(f"{type(layer).__name__} gets {list(tokens.shape)}, and adapters by row need "
                                         f"the {len(rows.entries)} tokens of the step. Report the model's class.")
+        tokens = tokens.reshape(1, -1, *tokens.shape[len(shape) :])
         return (tokens, *others), kwargs | {"adapter_names": [BASE]}  # for a batch of one row
 
     def after(layer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         if threading.get_ident() != thread or rows is None:
             return output
-        result = _by_row(layer, args[0][0], rows, output[0])
-        if layer not in flat:
-            return result[None]
-        flat.remove(layer)
-        return result
+        return _by_row(layer, args[0][0], rows, output[0]).unflatten(0, shapes.pop(layer))
 
     with ExitStack() as stack:
         for layer in found:

@@ -41,7 +41,7 @@ def dry_runs(steps: PaddedSteps, most_rows: int, most_tokens: int = 0, *,
         if not at:
             yield from _of_other_kinds(steps, decode_sizes, prompt_sizes)
             if most_tokens:
-                yield from _packed(steps)
+                yield from _without_graphs(steps)
     if steps.state.adapters.num_names > 1:
         yield from _with_names(steps, decode_sizes, prompt_sizes)
     if optional:
@@ -64,7 +64,7 @@ def rows_with(steps: PaddedSteps, stages: frozenset[str], scored: tuple[str, ...
 def _of_other_kinds(steps: PaddedSteps, decode_sizes: list[int],
                     prompt_sizes: list[int]) -> Iterator[Callable[[], object]]:
     """Yield steps of any request that run other kernels than the steps of their size."""
-    shares = max(decode_sizes, default=0) > 1
+    shares = max(decode_sizes, default=0) > 1 and not steps.prompt_lengths  # rows with states share no prefix
     if shares:
         yield partial(steps.run_padding_rows, max(decode_sizes), shared=True)
     if prompt_sizes:
@@ -77,10 +77,10 @@ def _of_other_kinds(steps: PaddedSteps, decode_sizes: list[int],
         yield partial(steps.run_padding_rows, _FEW_ROWS, stages=frozenset({FILTERS}))
 
 
-def _packed(steps: PaddedSteps) -> Iterator[Callable[[], object]]:
-    """Yield packed prompts of models with states, the longest first: they are not padded to few sizes."""
-    for size, long in product(steps.packed_sizes[::-1], (False, True)):
-        yield partial(steps.run_packed_padding, size, long=long)
+def _without_graphs(steps: PaddedSteps) -> Iterator[Callable[[], object]]:
+    """Yield prompts of models with states, the longest first: they are not padded to few sizes."""
+    for size, long in product(steps.prompt_lengths[::-1], (False, True)):
+        yield partial(steps.run_padding_prompt, size, long=long)
 
 
 def _with_names(steps: PaddedSteps, decode_sizes: list[int],

@@ -48,7 +48,8 @@ def manifest_path(executor: ModelExecutor, spec: KVSpec, config: PagedConfig) ->
     own_version = sys.modules["hf_paged"].__version__
     identity = [_FORMAT, own_version, triton.__version__, torch.__version__, compute_capability(spec.device),
                 model, str(spec.compute_dtype), executor.group.size,
-                {name: value for name, value in dataclasses.asdict(config).items() if name in _FIELDS}]
+                {name: value for name, value in dataclasses.asdict(config).items()
+                 if name in _FIELDS and not (spec.states and name == "max_num_seqs")}]  # which free memory bounds
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
     return Path(triton.knobs.cache.dir) / "hf_paged" / f"{digest[:32]}.json"
 

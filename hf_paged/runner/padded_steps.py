@@ -94,7 +94,7 @@ class PaddedSteps:
         num_slots: Slots of the state, at the last `use_slots`.
         decode_sizes: Padded numbers of decode rows, ascending.
         prompt_sizes: Padded numbers of prompt tokens, ascending.
-        packed_sizes: Lengths of packed prompts of models with states, ascending.
+        prompt_lengths: Lengths of prompts of models with states, which no graph holds, ascending.
     """
 
     def __init__(self, executor: ModelExecutor, kv_cache: KVCache, state: RequestState, attention: AttentionInputs,
@@ -105,8 +105,10 @@ class PaddedSteps:
         # Prompts of models with states run without graphs.
         sizes = [] if executor.has_states else prompt_sizes(self._num_parameters, max_num_batched_tokens)
         self.prompt_sizes = np.array(sizes or [0])
-        # Lengths of packed prompts; between two of them there are no other kernels, nor beyond.
-        self.packed_sizes = [1 << i for i in range(FULL_TILE.bit_length())] if executor.packs_prompts else []
+        # Between two of these lengths there are no other kernels, nor beyond: those of experts depend on all tokens.
+        has_experts = any("experts" in module._modules for module in executor.model.modules())
+        most = max(FULL_TILE, max_num_batched_tokens if has_experts else 0)
+        self.prompt_lengths = [1 << i for i in range(most.bit_length())] if executor.has_states else []
         self.use_slots()
 
     def use_slots(self) -> None:
@@ -181,16 +183,18 @@ class PaddedSteps:
         shape = StepShape("prompts", tokens=size, prompts=prompts, named=named, long=long, tiles=tiles)
         self.run(shape, *self._sent(arrays))
 
-    def run_packed_padding(self, size: int, *, long: bool = False) -> None:
-        """Compute prompts that are all padding as `RecurrentRunner` computes packed ones, which no graph holds.
+    def run_padding_prompt(self, size: int, *, long: bool = False) -> None:
+        """Compute a prompt that is all padding as `RecurrentRunner` computes one, or packed ones, without a graph.
 
-        ``size``: of the longest of them; ``long`` as in `AttentionInputs.is_long`.
+        ``size``: its length; ``long``: it goes on behind as many tokens as a sequence has, or has as many.
         """
         tokens, rows = self._sent(self._padding_tokens(size, 1))
         inputs = self.state.inputs(*tokens)
         starts, slots, seq_lens = rows[:3].to(torch.int32)
         meta = self.attention.prompts(starts, seq_lens[:-1], slots[:-1], inputs.slot_mapping, long=long)
-        parts = [(0, size, meta._replace(max_query_len=size))]
+        most = meta.max_seq_len if long else size
+        new = most if self._executor.whole_prompts else size
+        parts = [(0, size, meta._replace(max_query_len=new, max_seq_len=most))]
         self._executor.hidden_states(inputs.ids, self._step(inputs.positions, inputs.slot_mapping, parts, None))
 
     def padding_of(self, shape: StepShape) -> tuple[np.ndarray, ...] | None:

@@ -1,10 +1,10 @@
 """What `hf-paged compile` leaves, and what an engine needs then, on a GPU that is not there; run by
 `test_compile_ahead.py`, which looks at what it prints.
 
-    python compile_ahead_script.py MODEL is_real
+    python compile_ahead_script.py MODEL is_real FAMILY ...
 
-The engine is a process of its own, the parent of the one that compiles. Unless ``is_real``, kernels are told apart by
-Triton's keys and nothing is compiled.
+MODEL is a folder. Models of families are made here, and run by their outlines. The engine is a process of its own, and
+so is the one that compiles. Unless ``is_real``, kernels are told apart by Triton's keys and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import service
+import torch
+from family_models import family_model
 from pretended_gpu import compile_nothing, variants
+from recurrent_models import CLASSES, outlined, recurrent_model
 from service import Service, nobodys_gpu
 from transformers import AutoModelForCausalLM
 from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -27,7 +33,9 @@ from triton.compiler.compiler import get_cache_key, make_backend
 
 from hf_paged.cli import main
 from hf_paged.config import PagedConfig
-from hf_paged.kernels.build import kernel_log
+from hf_paged.integration import compile_ahead
+from hf_paged.kernels.build import absent_gpu, compiling, kernel_log
+from hf_paged.runner.recurrent.state_pool import config_for_states
 from hf_paged.runner.warm_up import WarmUp
 from hf_paged.sampling.edit_reference import Edits
 from hf_paged.sampling.log_probs import RAW
@@ -49,19 +57,31 @@ def keys() -> dict[str, str]:
 def compiled(model: str, is_real: bool) -> dict[str, Any]:
     if not is_real:
         compile_nothing()
+    asked, refuse, make = [], absent_gpu._refuse, compile_ahead.model_of_config
+    absent_gpu._refuse = lambda name, *args, **options: asked.append(name) or refuse(name)
+    if Path(model).name in CLASSES:
+        compile_ahead.model_of_config = lambda *args: outlined(make(*args))
     settings = [f"{name}={json.dumps(value)}" for name, value in SETTINGS.items()]
     status = main(["compile", model, "--sm", "90", "--set", *settings])
-    return {"status": status, "keys": keys()}
+    return {"status": status, "keys": keys(), "asked": asked}
 
 
 def served(model: str, is_real: bool) -> dict[str, Any]:
     if is_real:
         service.compile_nothing = lambda: None
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval().requires_grad_(False)
-    with nobodys_gpu():
+    for parameter in loaded.parameters():
+        parameter.data = parameter.data.clone()  # as a GPU aligns it, and not as it lies in the file
+    if has_states := Path(model).name in CLASSES:
+        outlined(loaded)
+    # Modules with states read slots, which kernels that are not launched do not write.
+    with nobodys_gpu(), compiling._Zeros() if has_states else nullcontext():
         found = Service(loaded, num_parameters=loaded.num_parameters(), num_blocks=2000,
                         backend=SETTINGS["attention_backend"], most_rows=ROWS)
-        warm_up = WarmUp(found.runner.executor, PagedConfig(**SETTINGS))
+        executor, config = found.runner.executor, PagedConfig(**SETTINGS)
+        if executor.has_states:  # of a GPU with less memory than that of `hf-paged compile`
+            config = replace(config_for_states(config, executor.kv_spec(), 1 << 30), max_num_seqs=ROWS - 1)
+        warm_up = WarmUp(executor, config)
         warm_up.begin()
         missing = len(warm_up._loading.result())
         prompts = [[i] * (20 + 50 * i) for i in range(1, 9)]
@@ -76,17 +96,38 @@ def served(model: str, is_real: bool) -> dict[str, Any]:
     return {"keys": keys(), "counts": kernel_log.counts(), "known": len(warm_up.manifest.variants), "missing": missing}
 
 
-if __name__ == "__main__":
-    model, is_real, result = sys.argv[1], sys.argv[2] == "True", Path(os.environ["TRITON_CACHE_DIR"]) / "compiled.json"
+def made(family: str, folder: Path) -> str:
+    """Write a small model of a family, with heads for which there are kernels."""
+    if family in CLASSES:
+        model = recurrent_model(family, linear_key_head_dim=128, linear_value_head_dim=128,
+                                max_position_embeddings=service.MOST_LENGTH)
+    else:
+        model = family_model(family, head_dim=64, max_position_embeddings=service.MOST_LENGTH)
+    model.to(torch.bfloat16).save_pretrained(folder / family)
+    return str(folder / family)
+
+
+def in_a_process(work: Callable[[str, bool], Any], model: str, is_real: bool) -> Any:
+    result = Path(os.environ["TRITON_CACHE_DIR"]) / "result.json"
     if (child := os.fork()) == 0:
         try:
             result.parent.mkdir(parents=True, exist_ok=True)
-            result.write_text(json.dumps(compiled(model, is_real)))
+            result.write_text(json.dumps(work(model, is_real)))
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    print(json.dumps({"compiled": json.loads(result.read_text()), "served": served(model, is_real)}))
+    assert os.waitpid(child, 0)[1] == 0, model
+    return json.loads(result.read_text())
+
+
+if __name__ == "__main__":
+    folder, is_real, *families = sys.argv[1:]
+    models = [made(family, Path(folder)) for family in families] or [folder]
+    # Other families would be proved on the GPU that is not there.
+    works = {model: (compiled,) if families and Path(model).name not in CLASSES else (compiled, served)
+             for model in models}
+    print(json.dumps({Path(model).name: {work.__name__: in_a_process(work, model, is_real == "True") for work in done}
+                      for model, done in works.items()}))

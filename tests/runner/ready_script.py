@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import service
 import torch
 import torch.distributed as dist
 from pretended_gpu import launched, variants
+from recurrent_models import outlined, recurrent_model
 from service import SAMPLED, Service, nobodys_gpu, one_of_two, qwen3, qwen3_moe
 
 from hf_paged.config import PagedConfig
@@ -37,6 +39,8 @@ EDITS = {
     "typical": {"typical_p": 0.9},
 }
 
+# Of published models: for other heads there are no kernels of packed prompts.
+SIZES = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 FILTERED = Drawing(do_sample=True, temperature=0.6, top_p=0.9, top_k=50)
 REPETITION = Edits(**EDITS["repetition"])
 
@@ -159,6 +163,32 @@ def autocast() -> dict[str, Any]:
     return found | {name: service.serve(name, load.prompts, load.output_lengths) for name in ("first", "second")}
 
 
+def with_states(name: str) -> Any:
+    many = {"num_experts": 64, "num_experts_per_tok": 8} if name == "Qwen3Next" else {}  # prompts' lengths choose tiles
+    model = recurrent_model(name, **SIZES, **many, max_position_embeddings=service.MOST_LENGTH)
+    return outlined(model.to(torch.bfloat16))
+
+
+def states(model: Any) -> dict[str, Any]:
+    """Every workload of `workloads.py`, a part of it, by a model with recurrent states; prompts of any length."""
+    service.MOST_TOKENS = 1024
+    found: dict[str, Any] = {}
+    with compiling._Zeros():  # modules read slots, which kernels that are not launched do not write
+        served = Service(model, num_blocks=6000, most_rows=32)
+        found["ready"] = served.get_ready()
+        for name in ("batch 32", *workloads.WORKLOADS):
+            load = workloads.make_workload(name, 0.05)
+            prompts = [prompt for prompt in load.prompts[:24] for _ in range(load.samples)]
+            scheduler = served.scheduler()
+            if load.warm:
+                served.serve("prefix", [load.prompts[0][: load.shared]], [1], scheduler=scheduler)
+            found[name] = served.serve(name, prompts, [20] * len(prompts), SAMPLED if load.temperature else GREEDY,
+                                       scheduler=scheduler)
+        lengths = [round(1.3 ** i) for i in range(28)]
+        alone = [served.serve(f"alone-{length}", [[7] * length], [2]) for length in lengths]
+    return found | {"prompts of any length": [one["variants"] for one in alone if one["variants"]]}
+
+
 def manifest() -> dict[str, Any]:
     """Requests with rare options, in a process that begins with what the one before it needed."""
     service, load = Service(qwen3(2), num_blocks=6000), workloads.uniform(8, 200, 16)
@@ -226,7 +256,10 @@ def alike() -> list[str]:
 
 if __name__ == "__main__":
     cases = {case.__name__: case for case in (
-        plain, options, adapters, autocast, guesses, moe, ranks, manifest, rows_beside_prompts, waits)}
+        plain, options, adapters, states, autocast, guesses, moe, ranks, manifest, rows_beside_prompts, waits)}
+    name, *given = sys.argv[1:]
+    if name == "states":
+        given = [with_states(*given)]  # found on the CPU, as everywhere
     with nobodys_gpu():
-        made = cases[sys.argv[1]](*sys.argv[2:])
+        made = cases[name](*given)
     print(json.dumps({"served": made, "alike": alike(), "all": dict(Counter(variant.name for variant in variants))}))

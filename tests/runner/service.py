@@ -28,6 +28,7 @@ from hf_paged.runner.graphs import Captured, StepGraphs
 from hf_paged.runner.model_runner import ModelRunner
 from hf_paged.runner.padded_steps import prompt_sizes
 from hf_paged.runner.prompt_scores import Wanted
+from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner, part_of
 from hf_paged.sampling.slot_row import SlotRow
 from hf_paged.sampling.table import Drawing
 from hf_paged.sampling.token_mask import HostMasks
@@ -143,9 +144,9 @@ class Service:
         executor = find_executor(base)(base, merge_weights=False)
         executor.autocast = autocast
         self.num_blocks, self.most_rows = num_blocks, most_rows
-        self.runner = ModelRunner(executor, executor.kv_spec(), block_size=16, num_blocks=num_blocks,
-                                  max_num_seqs=most_rows, max_model_len=MOST_LENGTH, max_num_batched_tokens=MOST_TOKENS,
-                                  attention_backend=backend)
+        kind = partial(RecurrentRunner, num_snapshots=8) if executor.has_states else ModelRunner
+        self.runner = kind(executor, executor.kv_spec(), block_size=16, num_blocks=num_blocks, max_num_seqs=most_rows,
+                           max_model_len=MOST_LENGTH, max_num_batched_tokens=MOST_TOKENS, attention_backend=backend)
         runner = self.runner
         runner.follow_stream = lambda: None
         runner._on_host = lambda size, dtype: torch.empty(size, dtype=dtype)
@@ -153,7 +154,8 @@ class Service:
         runner.prepare()
         self.graphs = StepGraphs(executor, runner.cache, runner.state, runner.attention, MOST_TOKENS)
         self.graphs.steps._num_parameters = num_parameters
-        self.graphs.steps.prompt_sizes = np.array(prompt_sizes(num_parameters, MOST_TOKENS) or [0])
+        if not executor.has_states:
+            self.graphs.steps.prompt_sizes = np.array(prompt_sizes(num_parameters, MOST_TOKENS) or [0])
         self.graphs._capture, self.graphs._aside = self._capture, nullcontext
         self.graphs._run_compiled = lambda run, shape, num_rows: self._run(run)
         self.graphs.check()
@@ -173,13 +175,15 @@ class Service:
             optional: as for `dry_runs`.
         """
         before = len(variants)
-        scheduler = self.scheduler(enable_prefix_caching=False)
-        length = min(MOST_TOKENS // self.most_rows, MOST_LENGTH - 1)
-        for i in range(self.most_rows):
+        scheduler, executor = self.scheduler(enable_prefix_caching=False), self.runner.executor
+        count = 1 if executor.has_states and not executor.packs_prompts else self.most_rows
+        length = min(MOST_TOKENS // count, MOST_LENGTH - 1)
+        for i in range(count):
             scheduler.add(Request(f"largest-{i}", [0] * length, max_new_tokens=1))
         plan = scheduler.schedule()
         every = Drawing(do_sample=True, temperature=0.7, top_k=50, top_p=0.9, min_p=0.05)
-        self._eagerly(plan, [SlotRow.of(every, max_length=length + 1)] * self.most_rows)
+        self.runner._begin(plan, [SlotRow.of(every, max_length=length + 1)] * count)
+        self._eagerly(plan)
         for run in dry_runs(self.graphs.steps, self.most_rows, MOST_TOKENS, optional=optional):
             run()
         return dict(Counter(variant.name for variant in variants[before:]))
@@ -197,10 +201,19 @@ class Service:
         return Scheduler(SchedulerConfig(**{
             "block_size": 16, "num_blocks": self.num_blocks, "max_num_seqs": self.most_rows,
             "max_num_batched_tokens": MOST_TOKENS, "max_model_len": MOST_LENGTH, "enable_prefix_caching": True,
-            **changes}))
+            "num_snapshots": self.runner.num_snapshots, "whole_prompts": self.runner.whole_prompts,
+            "group_prefixes": not self.runner.executor.has_states, **changes}))
 
-    def _eagerly(self, plan: Any, rows: list[SlotRow], scored: Sequence[str] = ()) -> None:
-        self.runner._begin(plan, rows)
+    def _pieces(self, plan: Any) -> list[Any]:
+        """Return the parts of a step that run by themselves: of models with states, decode rows and prompts."""
+        count, rows = plan.num_decode_rows, list(range(len(plan.slots)))
+        if not self.runner.executor.has_states or not 0 < count < len(rows):
+            return [plan]
+        start, end = plan.start, plan.start + plan.num_new_tokens
+        return [part_of(plan, rows[of], start[of], end[of], num_decode_rows=number)
+                for of, number in ((slice(count), count), (slice(count, None), 0))]
+
+    def _eagerly(self, plan: Any, scored: Sequence[str] = ()) -> None:
         computed = self.runner._hidden_states(plan, every_token=False)
         scores = {name: torch.empty(len(plan.slots)) for name in scored}
         self.runner._sample(plan, computed, torch.empty(len(plan.slots), dtype=torch.int64), scores)
@@ -237,12 +250,13 @@ class Service:
                 scheduler.commit(plan, np.full(len(plan.slots), _TOKEN, np.int64))
                 continue
             self.runner._begin(plan, admitted)
-            if (parts := self.graphs._parts(plan, scored)) is None:
-                eager += 1
-                self._eagerly(plan, admitted, scored)
-            for found, padded, _ in parts or ():
-                if not isinstance(found, Captured):
-                    self.graphs._compute(found, padded)
+            for part in self._pieces(plan):
+                if (parts := self.graphs._parts(part, scored)) is None:
+                    eager += 1
+                    self._eagerly(part, scored)
+                for found, padded, _ in parts or ():
+                    if not isinstance(found, Captured):
+                        self.graphs._compute(found, padded)
             captured.update(shape.kind for shape in set(self.graphs._captured) - known)
             known = set(self.graphs._captured)
             scheduler.commit(plan, np.full(len(plan.slots), _TOKEN, np.int64))

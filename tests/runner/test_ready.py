@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recurrent_models import with_idiom
 
 import hf_paged
 
@@ -121,6 +122,20 @@ def test_experts_are_ready(tmp_path):
     assert not found.pop("prompts of any length")
     assert not any(one["variants"] or one["dropped"] for one in found.values()) and len(found) == 4
     assert found["first"]["captured"] and found["fourth"]["captured"] == {} and found["fourth"]["uncaptured"] == 0
+
+
+@with_idiom
+@pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2", *(
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("Qwen3Next", "NemotronH", "Mamba2", "Jamba", "Lfm2Moe", "GraniteMoeHybrid"))])
+def test_models_with_states_are_ready(name, tmp_path):
+    """Prompts of any length, which no graph holds: one by one, or packed. Each workload of `workloads.py` runs."""
+    found = served(tmp_path, "states", name)
+    ready = found.pop("ready")
+    assert found.pop("prompts of any length") == []
+    assert not any(one["variants"] or one["dropped"] for one in found.values()), found
+    assert len(found) == 14 and found["nano"]["captured"] and found["long"]["eager"]
+    assert "_grouped_kernel" not in ready, "rows of such models share no tiles"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])

@@ -16,9 +16,11 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
+from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -32,37 +34,47 @@ _LARGE, _PAGE = 1 << 20, 2 << 20
 
 
 class GpuModel(NamedTuple):
-    """Properties of a GPU on which the choice of kernels depends; ``shared_memory``: most bytes of a block."""
+    """Properties of a GPU on which the choice of kernels depends.
+
+    Attributes:
+        shared_memory: most bytes of a block.
+        memory: bytes of the GPU, which bound the sequences at once of models with recurrent states.
+    """
 
     capability: tuple[int, int]
     num_multiprocessors: int
     shared_memory: int
+    memory: int
 
 
-# By compute capability, of A100, A40, L40S, H100 (SXM), B200 and RTX PRO 6000.
+# By compute capability, of A100 (80 GB), A40, L40S, H100 (SXM), B200 and RTX PRO 6000.
 _GPUS = {
-    80: GpuModel((8, 0), 108, 163 << 10), 86: GpuModel((8, 6), 84, 99 << 10), 89: GpuModel((8, 9), 142, 99 << 10),
-    90: GpuModel((9, 0), 132, 227 << 10), 100: GpuModel((10, 0), 148, 227 << 10),
-    120: GpuModel((12, 0), 188, 99 << 10),
+    80: GpuModel((8, 0), 108, 163 << 10, 79 << 30), 86: GpuModel((8, 6), 84, 99 << 10, 44 << 30),
+    89: GpuModel((8, 9), 142, 99 << 10, 44 << 30), 90: GpuModel((9, 0), 132, 227 << 10, 79 << 30),
+    100: GpuModel((10, 0), 148, 227 << 10, 178 << 30), 120: GpuModel((12, 0), 188, 99 << 10, 94 << 30),
 }
 
 
-def gpu_model(capability: int, num_multiprocessors: int | None = None) -> GpuModel:
+def gpu_model(capability: int, num_multiprocessors: int | None = None, memory: int | None = None) -> GpuModel:
     """Return the properties of a GPU of a compute capability (90: 9.0).
 
     Args:
         num_multiprocessors: None for those of the GPU in the table.
+        memory: the same in bytes.
 
     Raises:
         ValueError: the capability is not in the table.
     """
     if (found := _GPUS.get(capability)) is None:
         raise ValueError(f"sm={capability}: expected one of {', '.join(map(str, _GPUS))}")
-    return found if num_multiprocessors is None else found._replace(num_multiprocessors=num_multiprocessors)
+    multiprocessors = found.num_multiprocessors if num_multiprocessors is None else num_multiprocessors
+    return found._replace(num_multiprocessors=multiprocessors, memory=found.memory if memory is None else memory)
 
 
 def pretend(gpu: GpuModel) -> None:
     """Let Triton, and what reads torch's properties of devices, find this GPU from now on, for the rest of the process.
+
+    Functions of `torch.cuda` answer as `answers_of` says.
 
     Raises:
         ImportError: this Triton has no compiler for NVIDIA GPUs.
@@ -71,20 +83,30 @@ def pretend(gpu: GpuModel) -> None:
 
     major, minor = gpu.capability
     driver.set_active(_Driver(10 * major + minor))
-    properties = SimpleNamespace(multi_processor_count=gpu.num_multiprocessors, major=major, minor=minor,
-                                 shared_memory_per_block_optin=gpu.shared_memory)
-    answers: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
-        "current_device": lambda: 0, "device": lambda device: nullcontext(),
-        "get_device_capability": lambda device=None: gpu.capability,
-        "get_device_properties": lambda device=None: properties, "get_allocator_backend": lambda: "native",
-        "current_stream": lambda device=None: None, "is_current_stream_capturing": lambda: False,
-        "synchronize": lambda device=None: None, "empty_cache": lambda: None, "Event": _Event,
-    }
-    for name, answer in answers.items():
+    for name, answer in answers_of(gpu).items():
         setattr(torch.cuda, name, answer)
     adjacent.AdjacentMemory = _AdjacentMemory  # type: ignore[misc]
     _make_driver_modules()
+
+
+def answers_of(gpu: GpuModel) -> dict[str, Callable[..., Any]]:
+    """Return what functions of `torch.cuda` answer by the description of a GPU, and for all others what raises."""
+    properties = SimpleNamespace(multi_processor_count=gpu.num_multiprocessors, major=gpu.capability[0],
+                                 minor=gpu.capability[1], shared_memory_per_block_optin=gpu.shared_memory,
+                                 total_memory=gpu.memory)
+    refused: dict[str, Callable[..., Any]] = {
+        name: partial(_refuse, name) for name, value in vars(torch.cuda).items()
+        if isfunction(value) and not name.startswith("_")}
+    return refused | {
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
+        "current_device": lambda: 0, "device": _Current,
+        "get_device_capability": lambda device=None: gpu.capability,
+        "get_device_properties": lambda device=None: properties, "get_allocator_backend": lambda: "native",
+        "mem_get_info": lambda device=None: (gpu.memory, gpu.memory),
+        "memory_allocated": lambda device=None: 0, "memory_reserved": lambda device=None: 0,
+        "current_stream": lambda device=None: None, "is_current_stream_capturing": lambda: False,
+        "synchronize": lambda device=None: None, "empty_cache": lambda: None, "Event": _Event,
+    }
 
 
 def place_as_on_gpu(model: torch.nn.Module) -> None:
@@ -100,6 +122,15 @@ def _pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     memory = mmap.mmap(-1, count * dtype.itemsize + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(f"torch.cuda.{name}: expected no question to a GPU that is not there but those that `pretend` "
+                       "answers. Report the model's class.")
+
+
+class _Current(nullcontext[None]):
+    """Of `torch.cuda.device`."""
 
 
 class _Driver:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
 from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN
+from hf_paged.kernels.build.compiling import is_complete_dry_run
 from hf_paged.kernels.recurrent.packed_convolution import PackedRows
 from hf_paged.models.base import KVSpec, StateShape, StepContext
 from hf_paged.models.derivation.executor import DerivedExecutor
@@ -20,7 +21,7 @@ from hf_paged.models.executor import ModelExecutor, final_states
 from hf_paged.models.experts import why_not_on
 from hf_paged.models.paged_calls import paged_call, running
 from hf_paged.models.recurrent import delta_net, mamba2, view
-from hf_paged.models.tuners import ONE_AT_A_TIME, by_row
+from hf_paged.models.tuners import by_row
 from hf_paged.parallel.group import group_of
 from hf_paged.parallel.replica import replica_of
 
@@ -44,6 +45,11 @@ def why_no_states(model: PreTrainedModel, model_class: type) -> Reason | None:
 def _not_yet(model_class: type, where: str) -> Reason:
     return Reason("{} keeps a recurrent state, which steps {} do not have yet", model_class.__name__, where,
                   remedy=HERE)
+
+
+def _zeros(*args: Any, **options: Any) -> torch.Tensor:
+    """Return zeros like the first tensor that a layer is given, its hidden states."""
+    return torch.zeros_like(next(value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)))
 
 
 class RecurrentExecutor(DerivedExecutor):
@@ -88,9 +94,11 @@ class RecurrentExecutor(DerivedExecutor):
             is_new = meta.max_query_len == meta.max_seq_len
             states = step.cache.states.view(meta.slots, is_new=is_new, lengths=lengths)
             forwards = {} if is_new or lengths is None else self._forwards_by(lambda kind: kind.decode)
+        if is_complete_dry_run():
+            forwards = self._left_out() | forwards
         decoder = self.body_of_step(step, forwards)
         with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
-              by_row(self._adapted, None)):
+              by_row(self._adapted, self.adapter_rows(step.adapters))):
             hidden = final_states(decoder, input_ids, step.positions, states)
         states.store()
         return hidden
@@ -119,6 +127,17 @@ class RecurrentExecutor(DerivedExecutor):
         layers = {path: self.decoder.get_submodule(path) for path in self._known_kernels()[0]}
         kinds = {path: next(kind for kind in _KERNELS if kind.handles(layer)) for path, layer in layers.items()}
         return {path: partial(forward_of(kinds[path]), layer) for path, layer in layers.items()}
+
+    def _left_out(self) -> dict[str, Callable[..., Any]]:
+        """Return forwards that compute nothing of all layers with states, by path below the decoder: their own may call
+        other packages, which a GPU that is not there does not run, and scan prompts of any length on the CPU."""
+        numbers = {state.key[0] for state in self.outline.states}
+        attention = {id(self.model.get_submodule(call.module)) for call in self.outline.calls}
+        layers = [(path, module) for path, module in self.decoder.named_modules()
+                  if vars(module).get("layer_idx") in numbers and id(module) not in attention
+                  and view.cache_argument(type(module).forward) is not None]
+        within = tuple(path for path, _ in layers)
+        return {path: _zeros for path, _ in layers if not any(other.startswith(f"{path}.") for other in within)}
 
     def _why_not_kernels(self, device: torch.device) -> dict[str, str | None]:
         """Return why each layer with a state would run by its own module in decode steps on a device, or None, by its
@@ -155,12 +174,6 @@ class RecurrentExecutor(DerivedExecutor):
             return Reason("autocast to {}, under which the dtypes of {}'s states are known on a CPU alone", autocast,
                           self.model_class.__name__, remedy=DTYPE_OF_AUTOCAST)
         return ModelExecutor.why_not_precision(self, autocast) or super().why_not_precision(autocast)
-
-    def why_not_adapter(self, name: str) -> Reason | None:
-        if (reason := super().why_not_adapter(name)) is not None or not self.look().adapters:
-            return reason
-        return Reason("rows of their own adapters, which layers of {} do not apply row by row",
-                      self.model_class.__name__, remedy=ONE_AT_A_TIME)
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         # A prompt makes all states, and decode rows gather those of one layer at a time, if no kernel reads them.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_paged.device.cuda import upload
 from hf_paged.runner.model_runner import Computed, ModelRunner
 from hf_paged.runner.recurrent import saved_states
 from hf_paged.runner.recurrent.prompt_order import Prompt, next_prompts
@@ -106,7 +107,11 @@ class RecurrentRunner(ModelRunner):
             waiting = [prompt for prompt in waiting if prompt.start < prompt.end]
         run_singles()
         query_start = np.concatenate([[0], np.cumsum(plan.num_new_tokens)]).astype(np.int32)
-        return Computed(torch.cat([tokens for row in hidden for tokens in row]), query_start, None)  # no row's adapters
+        adapters = None
+        if self.state.adapters.any_named(plan.slots):
+            slots = np.repeat(plan.slots, plan.num_new_tokens).astype(np.int64)
+            adapters = self.state.adapters.of(upload(slots, self.device))
+        return Computed(torch.cat([tokens for row in hidden for tokens in row]), query_start, adapters)
 
 
 def part_of(plan: StepPlan, rows: list[int], start: np.ndarray, end: np.ndarray, *, num_decode_rows: int) -> StepPlan:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_paged.kernels.build.absent_gpu import DEVICE, CountsAsGpu, gpu_model, place_as_on_gpu
+from hf_paged.kernels.build.absent_gpu import DEVICE, CountsAsGpu, answers_of, gpu_model, place_as_on_gpu
 
 
 def test_tensors_answer_that_they_lie_on_the_gpu():
@@ -46,8 +46,22 @@ def test_large_tensors_lie_where_a_gpu_would_place_them():
     assert [*map(torch.Tensor.size, caches)] == [(300, 16, 2, 128)] * 3 and small.shape == (2, 3)
 
 
-def test_a_gpu_may_have_another_number_of_multiprocessors():
+def test_a_gpu_may_have_another_number_of_multiprocessors_or_memory():
     assert gpu_model(90).num_multiprocessors == 132
     assert gpu_model(90, 114) == gpu_model(90)._replace(num_multiprocessors=114)
+    assert gpu_model(90, memory=141 << 30) == gpu_model(90)._replace(memory=141 << 30)
     with pytest.raises(ValueError, match="sm=91"):
         gpu_model(91)
+
+
+def test_what_no_description_answers_is_refused():
+    """A new question to a GPU fails on a machine without one as on a machine with another one."""
+    answers = answers_of(gpu_model(90))
+    functions = {name for name, value in vars(torch.cuda).items() if callable(value) and not isinstance(value, type)
+                 and value.__module__.startswith("torch.cuda") and not name.startswith("_")}
+    assert len(functions) > 50 and functions <= answers.keys()
+    assert answers["mem_get_info"](DEVICE) == (79 << 30, 79 << 30)
+    assert answers["get_device_properties"](DEVICE).total_memory == 79 << 30
+    for name in ("max_memory_allocated", "get_device_name", "ipc_collect"):
+        with pytest.raises(RuntimeError, match=f"torch.cuda.{name}: expected no question"):
+            answers[name](DEVICE)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from derived_models import assert_scored_as_stock
-from peft import LoraConfig, get_peft_model
 from recurrent_models import CLASSES, CORE, outlined, recurrent_model, with_idiom
 from support import assert_native_parity, batch, random_prompts, stock_copy
 
 import hf_paged
 from hf_paged import PagedGenerator
-from hf_paged.models import find_executor
 from hf_paged.models.derivation import derive
 
 pytestmark = with_idiom
@@ -80,10 +78,3 @@ def test_other_devices_go_to_stock(monkeypatch):
     model = recurrent_model("Lfm2")
     monkeypatch.setattr(type(model), "device", torch.device("xpu"))
     assert "which steps on xpu do not have yet" in str(derive(model))
-
-
-def test_rows_of_named_adapters_go_to_stock():
-    model = get_peft_model(outlined(recurrent_model("Lfm2")), LoraConfig(target_modules=["in_proj"]))
-    executor = find_executor(model.base_model.model)(model.base_model.model)
-    assert "row by row" in str(executor.why_not_adapter("default"))
-    assert "no adapter" in str(executor.why_not_adapter("other"))
