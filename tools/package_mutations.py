@@ -1342,6 +1342,7 @@ TRANSFER, TRANSFER_TESTS = "engine/ranks/weight_transfer.py", "engine/test_load_
 SIGNALS, SIGNALS_TESTS = "engine/ranks/interrupts.py", "engine/ranks/test_interrupt_signals.py"
 ADAPTERS_TESTS, UPDATE_PARTS_TESTS = (
     f"parallel/test_{name}.py" for name in ("adapters_over_ranks", "expert_adapters"))
+LOADED_TESTS = "integration/test_loaded_adapters.py"
 OVER_RANKS = [
     PackageMutation(SIGNALS, "passes, self.passes, self._since = self.passes, False, None",
                     "passes, self._since = self.passes, None", SIGNALS_TESTS, "unwinds"),
@@ -1363,6 +1364,8 @@ OVER_RANKS = [
     PackageMutation("parallel/adapters.py", "layer._active_adapter = before.get(id(layer), [])", "pass",
                     ADAPTERS_TESTS,
                     "every_row and process"),
+    PackageMutation("parallel/adapters.py", "found if merged is None else found & {*merged}", "set()", LOADED_TESTS,
+                    "merged_adapters"),
     PackageMutation("parallel/adapters.py", "(Shard(a, 1, whole.ranges) if whole.dim == k else Shard.whole(a),",
                     "(Shard.whole(a),", UPDATE_PARTS_TESTS, "part_of_pefts"),
     PackageMutation("parallel/adapters.py", "in reversed(list(_lora_layers(model))):", "in list(_lora_layers(model)):",

@@ -14,7 +14,14 @@ from hf_paged.engine.ranks import interrupts
 from hf_paged.engine.ranks.commands import BeginWeightUpdate, GatherWeights
 from hf_paged.engine.ranks.weight_transfer import ActiveAdapters, NewAdapter, NoAdapter, WeightLoader, buckets
 from hf_paged.errors import PartlyLoadedError
-from hf_paged.parallel.adapters import activate, active_names, add_adapter, has_adapter, read_adapter, remove_adapter
+from hf_paged.parallel.adapters import (
+    activate,
+    active_names,
+    add_adapter,
+    check_removable,
+    read_adapter,
+    remove_adapter,
+)
 from hf_paged.parallel.group import SINGLE
 
 
@@ -114,12 +121,24 @@ class WeightAccess(LockedCore):
         except Exception as raised:
             error = raised
         if self.group.any(error is not None) and error is None:
-            what = "another rank could not load the weights that it was given"
+            what = "another rank could not take what its caller gave it"
             written = () if loader is None else tuple(loader.written)
             error = PartlyLoadedError(what, written) if written else ValueError(what)
         if error is not None:
             raise error
         return result
+
+    def _check_alike(self, given: Any) -> None:
+        """Raise ValueError on every rank where callers of the ranks gave them different things, which pickle."""
+        if self._are_sent:
+            return
+
+        def compare() -> None:
+            if (first := self.group.broadcast(given)) != given:
+                raise ValueError(f"rank {self.group.rank} was given {given!r:.200}, rank 0 {first!r:.200}: expected "
+                                 f"the same calls on all {self.group.size} ranks of a model")
+
+        self._agreed(compare)
 
     def load_adapter(self, name: str, adapter: Any, config: Any = None) -> None:
         """Add a LoRA adapter to the model, as one `weight_update`. Requests may name the adapter; it is not activated.
@@ -142,9 +161,10 @@ class WeightAccess(LockedCore):
         self._check_holds_weights()
         with self.weight_update():
             settings, tensors = self._agreed(lambda: read_adapter(name, adapter, config))
-            names = self._agreed(lambda: add_adapter(self.model, name, settings))
-            is_sent = False
+            self._check_alike(name)
+            names, is_sent = list[str](), False
             try:
+                self._agreed(lambda: names.extend(add_adapter(self.model, name, settings)))
                 loader = WeightLoader(self.model, self.group if self._are_sent else SINGLE, self._commands.together,
                                       only=frozenset(names))
                 pairs = self._agreed(lambda: loader.checked(tensors), loader)
@@ -152,7 +172,8 @@ class WeightAccess(LockedCore):
                 self._commands.tell(NewAdapter(name, settings))
                 self._agreed(lambda: loader(pairs), loader)
             except BaseException:
-                remove_adapter(self.model, name)
+                if names:  # else the model may have another adapter of this name
+                    remove_adapter(self.model, name)
                 if is_sent:
                     self._commands.tell(NoAdapter(name))
                 raise
@@ -165,14 +186,18 @@ class WeightAccess(LockedCore):
                 adapter is active.
 
         Raises:
-            ValueError, TypeError: the model lacks an adapter, or has copies of layers for one (``modules_to_save``).
+            ValueError, TypeError: the model lacks an adapter, or one is merged or more than LoRA (``modules_to_save``).
             RuntimeError: as from `load_adapter`.
         """
         self._check_holds_weights()
-        active = active_names(self.model, names)
+        if self._are_sent:  # before requests are touched; ranks that differ would wait for each other
+            active_names(self.model, names)
         with self.weight_update():
-            activate(self.model, active)
-            self._commands.tell(ActiveAdapters(active))
+            active = self._agreed(lambda: active_names(self.model, names))
+            self._check_alike(active)
+            with self._uninterrupted():  # no rank is left with other adapters
+                activate(self.model, active)
+                self._commands.tell(ActiveAdapters(active))
 
     def delete_adapter(self, name: str) -> None:
         """Remove a LoRA adapter from the model, on all ranks, as one `weight_update`.
@@ -180,16 +205,18 @@ class WeightAccess(LockedCore):
         Unfinished requests that name the adapter end with ``finish_reason="error"``.
 
         Raises:
-            ValueError: the model has no adapter of this name.
+            ValueError: the model has no adapter of this name, or it is merged, or more than LoRA.
             RuntimeError: as from `load_adapter`.
         """
         self._check_holds_weights()
-        if not has_adapter(self.model, name):
-            known = ", ".join(map(repr, self._executor.adapter_names)) or "none, since the model has no adapter"
-            raise ValueError(f"name={name!r:.200}: expected one of {known}")
+        if self._are_sent:
+            check_removable(self.model, name)
         with self.weight_update():
-            remove_adapter(self.model, name)
-            self._commands.tell(NoAdapter(name))
+            self._agreed(lambda: check_removable(self.model, name))
+            self._check_alike(name)
+            with self._uninterrupted():
+                remove_adapter(self.model, name)
+                self._commands.tell(NoAdapter(name))
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names and whole tensors, on the host, of the unsharded model's `state_dict`.

@@ -255,7 +255,7 @@ def _frozen_inside(value: Any) -> Any:
             return kind([_frozen(inner, inside=True) for inner in value])
     elif issubclass(kind, tuple) and hasattr(kind, "_fields"):  # a rank's part of a tensor, for instance
         with suppress(RecursionError):
-            return kind(*(_frozen(inner, inside=True) for inner in value))
+            return tuple.__new__(kind, [_frozen(inner, inside=True) for inner in value])  # its own may differ
     elif kind is dict and all(type(key) in ATOMS for key in value):
         with suppress(RecursionError):
             frozen = {key: _frozen(inner, inside=True) for key, inner in value.items()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.(?:(.+)\.)?(we
 _KIND, _EXPERTS = "peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.ParamWrapper"
 # Fields of a LoraConfig that need more than two matrices beside a layer.
 _BEYOND = ("modules_to_save", "trainable_token_indices", "layer_replication", "use_dora")
+_BESIDE = ("gaussian", "orthogonal", "eva")  # ways to make first matrices that leave the weights below unchanged
 _REMEDY = ("expected a LoraConfig over linear layers of the decoder, or weights of its experts; merge the adapter into "
            "the checkpoint otherwise")
 
@@ -73,6 +74,10 @@ def read_adapter(name: Any, adapter: Any, config: Any) -> tuple[Any, list[tuple[
         raise TypeError(f"config: expected a LoraConfig of the adapter, got {type(config).__name__}")
     if asked := [field for field in _BEYOND if getattr(config, field, None)]:
         raise ValueError(f"config.{asked[0]}={getattr(config, asked[0])!r:.200}: {_REMEDY}")
+    init = config.init_lora_weights
+    if isinstance(init, str) and init not in _BESIDE:
+        raise ValueError(f"config.init_lora_weights={init!r:.200}: expected an adapter of unchanged weights; save it "
+                         "by PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)")
     tensors = []
     for key, tensor in adapter.items():
         match = _MATRIX.fullmatch(str(key))
@@ -96,7 +101,7 @@ def add_adapter(model: Any, name: str, config: Any) -> list[str]:
     import peft
 
     before = {id(layer): layer.active_adapters for _, layer in _lora_layers(model)}
-    if any(name in _held(layer) for _, layer in _lora_layers(model)) or name in getattr(model, "peft_config", {}):
+    if name in _names_of(model) or name in getattr(model, "peft_config", {}):
         raise ValueError(f"name={name!r}: the model has an adapter of this name: expected another, or delete_adapter")
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     config = copy.deepcopy(config)
@@ -105,7 +110,6 @@ def add_adapter(model: Any, name: str, config: Any) -> list[str]:
     try:
         peft.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
         for path, layer in _lora_layers(model):
-            layer._active_adapter = before.get(id(layer), [])
             if name in _held(layer):
                 _cut(path, layer, name)
                 names += [f"{path}.{key}.{name}.{kind}" for key in ("lora_A", "lora_B")
@@ -114,6 +118,8 @@ def add_adapter(model: Any, name: str, config: Any) -> list[str]:
         remove_adapter(model, name)
         raise
     finally:
+        for _, layer in _lora_layers(model):  # PEFT has activated the new one
+            layer._active_adapter = before.get(id(layer), [])
         for parameter, gradient in gradients:
             parameter.requires_grad_(gradient)
     return names
@@ -134,9 +140,8 @@ def remove_adapter(model: Any, name: str) -> None:
         del model.peft_config
 
 
-def has_adapter(model: Any, name: str) -> bool:
-    """Return whether any layer has an adapter of this name."""
-    return any(name in _held(layer) for _, layer in _lora_layers(model))
+def _names_of(model: Any) -> set[str]:
+    return set[str]().union(*(_held(layer) for _, layer in _lora_layers(model)))
 
 
 def active_names(model: Any, names: Any) -> tuple[str, ...]:
@@ -144,19 +149,38 @@ def active_names(model: Any, names: Any) -> tuple[str, ...]:
 
     Raises:
         TypeError: ``names`` is neither a str, nor a sequence of them, nor None.
-        ValueError: the model lacks one of these adapters, or has copies of whole layers for its adapters.
+        ValueError: the model lacks one of these adapters, or its adapters are more than LoRA, or merged.
     """
     listed = [names] if isinstance(names, str) else [] if names is None else names
     if not isinstance(listed, Sequence) or not all(isinstance(name, str) for name in listed):
         raise TypeError(f"names={names!r:.200}: expected the name of an adapter, a list of names, or None")
-    known = set[str]().union(*(_held(layer) for _, layer in _lora_layers(model)))
+    known = _names_of(model)
     if unknown := [name for name in listed if name not in known]:
         found = ", ".join(sorted(known)) or "it has none"
         raise ValueError(f"names={names!r:.200}: expected adapters of the model ({found}), got {unknown[0]!r:.200}")
-    if any("modules_to_save" in module._modules for module in model.modules()):
-        raise ValueError(f"names={names!r:.200}: adapters have copies of layers (modules_to_save), which are not "
-                         "switched here; call `set_adapter` of the PeftModel")
+    _check_lora_alone(model, f"names={names!r:.200}", "set_adapter")
     return tuple(dict.fromkeys(listed))
+
+
+def check_removable(model: Any, name: Any) -> None:
+    """Raise ValueError if `remove_adapter` would leave something of an adapter, or the model has none of this name."""
+    known = _names_of(model)
+    if name not in known:
+        raise ValueError(f"name={name!r:.200}: expected one of "
+                         f"{', '.join(map(repr, sorted(known))) or 'none, since the model has no adapter'}")
+    _check_lora_alone(model, f"name={name!r:.200}", "delete_adapter", {name})
+
+
+def _check_lora_alone(model: Any, given: str, method: str, merged: Collection[str] | None = None) -> None:
+    """Raise ValueError if adapters have more than matrices that can be left out. ``merged``: those that must not be
+    merged; None: all."""
+    if any("_active_adapter" in vars(module) and "lora_A" not in module._modules for module in model.modules()):
+        raise ValueError(f"{given}: adapters of the model are more than LoRA beside layers (modules_to_save, for "
+                         f"instance): expected `{method}` of the PeftModel")
+    found = {name for _, layer in _lora_layers(model) for name in layer.merged_adapters}
+    if found := found if merged is None else found & {*merged}:
+        raise ValueError(f"{given}: adapters are merged into weights ({', '.join(sorted(found))}): expected "
+                         "`unmerge_adapter()` of the PeftModel, or `unmerge()` of the layers, first")
 
 
 def activate(model: Any, names: Sequence[str]) -> None:

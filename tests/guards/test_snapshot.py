@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -374,3 +375,27 @@ def test_a_config_inside_of_a_config_is_compared_by_its_fields():
     assert snapshot.hold(model)
     model.config.text_config.rope_parameters["rope_theta"] += 1
     assert not snapshot.hold(model) and watch.structure(model) != structure
+
+
+class Pair(NamedTuple):
+    first: int
+    second: list[int]
+
+
+class OnePair(Pair):
+    """Is made from no fields."""
+
+    def __new__(cls):
+        return super().__new__(cls, 1, [2])
+
+
+def test_named_tuples_are_compared_whoever_makes_them():
+    model = hf_paged.enable(tiny_model(), strict=True)
+    watch = hf_paged.get_engine(model)._executor.watch
+    for pair in (Pair(1, [2]), OnePair()):
+        model.model.layers[0].mlp.pair = pair
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=1)
+        structure = watch.structure(model)
+        assert watch.structure(model) == structure
+        pair.second.append(3)
+        assert watch.structure(model) != structure

@@ -93,3 +93,64 @@ def test_by_the_engine_of_an_enabled_model(saved):
     while engine.has_unfinished():
         ends += [output.completion for output in engine.step() if output.completion is not None]
     assert ends[0].token_ids == expected[0, 4:].tolist()
+
+
+def adapted(**options):
+    """With adapters "one", which is active, and "two"."""
+    wrapped = with_adapter(tiny_model(), "one", 5, scale=0.5, **options)
+    return with_adapter(wrapped, "two", 6, scale=0.5, **options)
+
+
+def made(generator):
+    return [one.token_ids for one in generator.generate(IDS.tolist(), **OPTIONS)]
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj", "embed_tokens"], ["q_proj", "nowhere"]])
+def test_a_load_that_fails_leaves_the_active_adapter_active(saved, targets):
+    path, expected = saved
+    model = tiny_model()
+    with PagedGenerator(model, strict=True) as generator:
+        generator.load_adapter("one", path)
+        generator.set_adapter("one")
+        with pytest.raises(ValueError):
+            generator.load_adapter("two", {}, peft.LoraConfig(target_modules=targets))
+        assert {tuple(layer.active_adapters) for layer in model.modules() if "lora_A" in layer._modules} == {("one",)}
+        assert made(generator) == expected[:, 4:].tolist()
+
+
+@pytest.mark.parametrize("method", ["set_adapter", "delete_adapter"])
+def test_merged_adapters_are_neither_switched_nor_deleted(method):
+    """They would go on in the weights of every row."""
+    wrapped = adapted()
+    wrapped.merge_adapter(["one"])
+    with PagedGenerator(wrapped, strict=True) as generator:
+        before, version = made(generator), generator.engine.stats().weights_version
+        with pytest.raises(ValueError, match=r"adapters are merged into weights \(one\).*unmerge_adapter"):
+            getattr(generator, method)("one")
+        assert made(generator) == before and generator.engine.stats().weights_version == version
+        wrapped.unmerge_adapter()
+        getattr(generator, method)("one")
+        generator.delete_adapter("two")
+
+
+@pytest.mark.parametrize("method", ["set_adapter", "delete_adapter"])
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5, 6]}],
+                         ids=["copies", "tokens"])
+def test_adapters_of_more_than_lora_are_switched_by_peft(options, method):
+    """Their copies of layers, or of rows, would stay active."""
+    with PagedGenerator(wrapped := adapted(**options)) as generator:
+        with pytest.raises(ValueError, match=rf"more than LoRA beside layers.*`{method}` of the PeftModel"):
+            getattr(generator, method)("one")
+        getattr(wrapped, method)("one")
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq"])
+def test_an_adapter_that_changes_the_weights_below_is_refused(init, saved):
+    path, _ = saved
+    with PagedGenerator(tiny_model()) as generator:
+        before = made(generator)
+        state, config = peft.load_peft_weights(path), peft.PeftConfig.from_pretrained(path)
+        config.init_lora_weights = init
+        with pytest.raises(ValueError, match=rf"config.init_lora_weights='{init}'.*path_initial_model_for_weight_conv"):
+            generator.load_adapter("one", state, config)
+        assert made(generator) == before and generator.engine.adapter_names == ()

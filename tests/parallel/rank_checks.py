@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,10 +16,12 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.config import ON_WEIGHT_CHANGE
+from hf_paged.engine import weight_access
 from hf_paged.errors import FallbackWarning
 from hf_paged.models import find_executor
 from hf_paged.models.eligibility import why_not_native
 from hf_paged.parallel import checkpoint
+from hf_paged.parallel.adapters import add_adapter
 from hf_paged.parallel.group import ParallelGroup
 from hf_paged.parallel.loading import load
 from hf_paged.runner.model_runner import ModelRunner
@@ -216,3 +219,41 @@ def load_adapter(group: ParallelGroup, path: str, prompts: list[list[int]], coun
     result["base"] = made(None)
     hf_paged.disable(model)
     return result
+
+
+def differing_adapters(group: ParallelGroup, path: str, prompts: list[list[int]], count: int) -> list[Any]:
+    """Errors of calls that differ by rank, then tokens under "red", which was active before, and under "blue"."""
+    model, errors = load(f"{path}/base", group, device="cpu"), {}
+    hf_paged.enable(model, num_blocks=64)
+    engine = hf_paged.get_engine(model)
+    for name in ("red", "blue"):
+        engine.load_adapter(name, f"{path}/{name}")
+    engine.set_adapter("red")
+
+    def add_on_one(*args: Any) -> list[str]:
+        if group.rank:
+            raise MemoryError("no room")
+        return add_adapter(*args)
+
+    def made() -> list[list[int]]:
+        return [model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[0, len(prompt):].tolist()
+                for prompt in prompts]
+
+    def error_of(what: str, call: Callable[[str], None], *names: Any) -> None:
+        try:
+            call(names[group.rank])
+        except Exception as error:
+            errors[what] = type(error).__name__
+
+    error_of("other names", engine.set_adapter, "red", ["red", "blue"])
+    error_of("unknown", engine.set_adapter, "blue", "green")
+    error_of("deleted", engine.delete_adapter, "red", "green")
+    error_of("loaded", lambda name: engine.load_adapter(name, f"{path}/red"), "one", "other")
+    with patch.object(weight_access, "add_adapter", add_on_one):
+        error_of("half", lambda name: engine.load_adapter(name, f"{path}/red"), "green", "green")
+    assert engine.adapter_names == ("blue", "red")
+    found = [errors, made()]
+    engine.set_adapter("blue")
+    found.append(made())
+    hf_paged.disable(model)
+    return found

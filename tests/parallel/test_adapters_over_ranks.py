@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import peft
 import pytest
 import torch
@@ -11,6 +13,7 @@ from support import random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator, PartlyLoadedError
+from hf_paged.engine import weight_access
 
 pytestmark = pytest.mark.slow  # further cases over ranks
 
@@ -206,3 +209,33 @@ def test_where_every_rank_runs_the_script(folders, stock):
             assert result["tokens"] == stock["red"]
             assert result["base"] == stock["__base__"]
             assert result["error"] == ("ValueError" if result["rank"] == 0 else "TypeError")
+
+
+@pytest.mark.parametrize(("function", "method", "name", "then"), [
+    ("activate", "set_adapter", "blue", "blue"), ("remove_adapter", "delete_adapter", "red", "__base__")])
+def test_an_interrupt_parts_no_ranks(shared, folders, stock, monkeypatch, function, method, name, then):
+    """SIGINT comes when rank 0 has changed its adapters, and the other rank has not."""
+    change = getattr(weight_access, function)
+
+    def interrupted(*args):
+        change(*args)
+        signal.raise_signal(signal.SIGINT)
+
+    for one in ("red", "blue"):
+        shared.load_adapter(one, folders / one)
+    shared.set_adapter("red")
+    monkeypatch.setattr(weight_access, function, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(shared, method)(name)
+    monkeypatch.undo()
+    assert made(shared, None) == stock[then]
+    for one in shared.engine.adapter_names:
+        shared.delete_adapter(one)
+
+
+def test_ranks_whose_scripts_differ_raise_together(folders, stock):
+    """Each of them, and all have the adapters from before."""
+    for errors, *tokens in run_ranks("rank_checks:differing_adapters", 2, str(folders), PROMPTS, NEW, timeout=90.0):
+        assert errors == {"other names": "ValueError", "unknown": "ValueError", "deleted": "ValueError",
+                          "loaded": "ValueError", "half": errors["half"]} and "Error" in errors["half"]
+        assert tokens == [stock["red"], stock["blue"]]

@@ -185,5 +185,5 @@ def test_adapters_that_can_be_active(tmp_path: Path) -> None:
     remove_adapter(model, "red")
     assert not any("lora_A" in layer._modules for layer in model.modules()) and not hasattr(model, "peft_config")
     saved = peft.get_peft_model(family_model("llama"), lora_config(("q_proj",), modules_to_save=["lm_head"]))
-    with pytest.raises(ValueError, match="call `set_adapter` of the PeftModel"):
+    with pytest.raises(ValueError, match="expected `set_adapter` of the PeftModel"):
         active_names(saved.get_base_model(), "default")
