@@ -58,8 +58,13 @@ def value_reason(error: Exception) -> Reason:
                          "says what is accepted.")
 
 
-def unreadable(error: Exception) -> Reason:
-    """Make the reason for an argument that raised an error when the engine read it."""
+def unreadable(engine: Engine, error: Exception) -> Reason:
+    """Make the reason for an argument that raised an error when the engine read it.
+
+    An error that may be of this rank alone is raised: in stock this rank would wait for others, which wait in steps.
+    """
+    if engine.group.is_parallel and isinstance(error, torch.OutOfMemoryError):
+        raise error
     return Reason("this call cannot be read: {}", _without_data(f"{error!r:.200}"),
                   remedy="Some argument raised the error that the text quotes. If stock carries the call out, please "
                          "report it.")

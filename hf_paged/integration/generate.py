@@ -234,7 +234,7 @@ def _recognised(engine: Engine, model: Any, inputs: DecodingInputs) -> list[Requ
     try:
         return _recognise(engine, model, inputs)
     except Exception as error:  # stock may accept the argument, or raises its own error
-        return unreadable(error)
+        return unreadable(engine, error)
 
 
 def _recognise(engine: Engine, model: Any, inputs: DecodingInputs) -> list[RequestSpec] | Reason:

@@ -48,7 +48,7 @@ def run_or_fall_back(engine: Engine, model: Any, method: Callable, why: Reason, 
     try:
         specs = recognise(engine, inputs)
     except Exception as error:  # stock may accept the argument, or raises its own error
-        specs = unreadable(error)
+        specs = unreadable(engine, error)
     if paths.asked() is engine:
         refusal = specs if isinstance(specs, Reason) else engine.lockstep_reason(specs)
         if refusal is None:

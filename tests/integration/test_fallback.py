@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 import warnings
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -16,6 +17,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
 import hf_paged
 from hf_paged.errors import Reason
 from hf_paged.integration.fallback import unreadable, value_reason
+from hf_paged.parallel.group import SINGLE, ParallelGroup
 
 INPUTS = batch([9, 4])
 
@@ -125,9 +127,23 @@ def _explained(model, options):
 
 def test_errors_that_become_reasons_lose_the_data_of_tensors():
     error = ValueError(f"eos_token_id={VALUES!r}: expected an integer, not {VALUES[0].requires_grad_()!r}")
-    for reason in (value_reason(error), unreadable(error)):
+    for reason in (value_reason(error), unreadable(of_group(SINGLE), error)):
         assert "eos_token_id=a tensor: expected an integer, not a tensor" in reason
         assert "0.12" not in reason and "7.65" not in reason
+
+
+def test_ranks_do_not_part_over_memory():
+    """Which one rank alone may lack for images."""
+    error = torch.OutOfMemoryError("not enough")
+    with pytest.raises(torch.OutOfMemoryError, match="not enough"):
+        unreadable(of_group(ParallelGroup(1, 2)), error)
+    assert "not enough" in unreadable(of_group(SINGLE), error)
+    assert "of all" in unreadable(of_group(ParallelGroup(1, 2)), ValueError("of all"))
+
+
+def of_group(group):
+    """What the reason depends on of an engine."""
+    return SimpleNamespace(group=group)
 
 
 def test_the_warning_names_the_remedy():
