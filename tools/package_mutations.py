@@ -1637,8 +1637,10 @@ STATE_GRAPHS, STATE_KERNELS = "runner/recurrent/test_recurrent_graphs.py", "runn
 NAMED_ADAPTERS = "runner/recurrent/test_named_adapters.py"
 DELTA_NET, DELTA_NET_TESTS = "kernels/recurrent/delta_net.py", "kernels/recurrent/test_delta_net.py"
 STATES_ON_A_GPU = [
-    PackageMutation("models/recurrent/view.py", "            if not is_dry():", "            if True:", STATE_GRAPHS,
+    PackageMutation("models/recurrent/view.py", "        if is_dry():", "        if False:", STATE_GRAPHS,
                     "dry_runs and Lfm2"),
+    PackageMutation("models/derivation/recurrent_executor.py", "        if is_dry():", "        if False:",
+                    STATE_GRAPHS, "dry_runs and Lfm2"),
     PackageMutation("runner/graphs.py", "            if not self._executor.may_repeat:\n                raise",
                     "", STATE_GRAPHS,
                     "finds_no_memory and Lfm2"),
@@ -1661,6 +1663,8 @@ STATES_ON_A_GPU = [
     PackageMutation("runner/padded_steps.py", "if executor.has_states else []\n        self.use_slots",
                     "if executor.packs_prompts else []\n        self.use_slots", "runner/test_ready.py",
                     "with_states and Lfm2"),
+    PackageMutation("runner/padded_steps.py", "executor.why_not_experts(self._device) is None", "True", STATE_GRAPHS,
+                    "as_long_as_a_step and Jamba"),
     PackageMutation("kernels/build/absent_gpu.py", "return refused | {", "return {",
                     "kernels/build/test_absent_gpu.py", "is_refused"),
     PackageMutation(RECURRENT, "        if not 0 < count < len(rows):", "        if True:", STATE_GRAPHS,

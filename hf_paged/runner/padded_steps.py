@@ -106,7 +106,8 @@ class PaddedSteps:
         sizes = [] if executor.has_states else prompt_sizes(self._num_parameters, max_num_batched_tokens)
         self.prompt_sizes = np.array(sizes or [0])
         # Between two of these lengths there are no other kernels, nor beyond: those of experts depend on all tokens.
-        has_experts = any("experts" in module._modules for module in executor.model.modules())
+        has_experts = executor.has_states and executor.why_not_experts(self._device) is None and any(
+            "experts" in module._modules for module in executor.model.modules())
         most = max(FULL_TILE, max_num_batched_tokens if has_experts else 0)
         self.prompt_lengths = [1 << i for i in range(most.bit_length())] if executor.has_states else []
         self.use_slots()

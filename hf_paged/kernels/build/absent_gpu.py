@@ -96,7 +96,7 @@ def answers_of(gpu: GpuModel) -> dict[str, Callable[..., Any]]:
                                  total_memory=gpu.memory)
     refused: dict[str, Callable[..., Any]] = {
         name: partial(_refuse, name) for name, value in vars(torch.cuda).items()
-        if isfunction(value) and not name.startswith("_")}
+        if isfunction(value) and not name.startswith("_") and value.__module__.startswith("torch.cuda")}
     return refused | {
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
         "current_device": lambda: 0, "device": _Current,

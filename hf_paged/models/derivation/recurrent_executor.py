@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
 from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN
-from hf_paged.kernels.build.compiling import is_complete_dry_run
+from hf_paged.kernels.build.compiling import is_dry
 from hf_paged.kernels.recurrent.packed_convolution import PackedRows
 from hf_paged.models.base import KVSpec, StateShape, StepContext
 from hf_paged.models.derivation.executor import DerivedExecutor
@@ -94,7 +94,7 @@ class RecurrentExecutor(DerivedExecutor):
             is_new = meta.max_query_len == meta.max_seq_len
             states = step.cache.states.view(meta.slots, is_new=is_new, lengths=lengths)
             forwards = {} if is_new or lengths is None else self._forwards_by(lambda kind: kind.decode)
-        if is_complete_dry_run():
+        if is_dry():
             forwards = self._left_out() | forwards
         decoder = self.body_of_step(step, forwards)
         with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
@@ -129,8 +129,9 @@ class RecurrentExecutor(DerivedExecutor):
         return {path: partial(forward_of(kinds[path]), layer) for path, layer in layers.items()}
 
     def _left_out(self) -> dict[str, Callable[..., Any]]:
-        """Return forwards that compute nothing of all layers with states, by path below the decoder: their own may call
-        other packages, which a GPU that is not there does not run, and scan prompts of any length on the CPU."""
+        """Return forwards that compute nothing of all layers with states, by path below the decoder: their own have no
+        kernel of hf_paged, may call other packages, which a GPU that is not there does not run, and scan prompts, some
+        token by token."""
         numbers = {state.key[0] for state in self.outline.states}
         attention = {id(self.model.get_submodule(call.module)) for call in self.outline.calls}
         layers = [(path, module) for path, module in self.decoder.named_modules()

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from hf_paged.errors import UnsupportedModelError
-from hf_paged.kernels.build.compiling import is_complete_dry_run, is_dry
+from hf_paged.kernels.build.compiling import is_dry
 from hf_paged.kernels.recurrent._convolution import LayerStates
 from hf_paged.kernels.recurrent.packed_convolution import PackedRows
 from hf_paged.models.base import StateKey
@@ -77,7 +77,8 @@ class StateView(Cache):
 
         In a dry run, whose states are made up, or left out, slots keep theirs.
         """
-        if is_complete_dry_run():
+        if is_dry():
+            self.held = {}
             return
         if (self._is_new and self.held.keys() != self._tensors.keys()) or not self.held.keys() <= self._tensors.keys():
             raise UnsupportedModelError("a forward made other states than its class did before: expected "
@@ -87,8 +88,7 @@ class StateView(Cache):
             if state.shape[1:] != tensor.shape[1:]:
                 raise UnsupportedModelError(f"the state {key} has shape {[*state.shape[1:]]}: expected "
                                             f"{[*tensor.shape[1:]]}. Report the model's class.")
-            if not is_dry():
-                tensor.index_copy_(0, self._slots, state.to(tensor.dtype))
+            tensor.index_copy_(0, self._slots, state.to(tensor.dtype))
         self.held = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:

@@ -11,8 +11,11 @@ from support import random_prompts
 from test_recurrent_runner import GREEDY, PROMPTS, greedy
 
 import hf_paged
+from hf_paged.kernels.attention.prefill import FULL_TILE
 from hf_paged.kernels.build import compiling
+from hf_paged.models import experts
 from hf_paged.models.base import StateShape
+from hf_paged.models.recurrent.view import StateView
 from hf_paged.runner.dry_runs import dry_runs
 from hf_paged.runner.padded_steps import PaddedSteps
 from hf_paged.runner.recurrent.state_pool import StatePool
@@ -84,6 +87,7 @@ def test_a_padded_step_changes_the_states_of_its_rows_alone(model, steps):
 
 @torch.no_grad()
 def test_dry_runs_and_padding_change_no_state_of_a_row(model, steps, monkeypatch):
+    """Dry runs leave out layers with states: that of a prompt once scanned it, token by token in the first Mamba."""
     engine, _ = decoding(model, PROMPTS[:2])
     runner, tensors = engine._core.runner, states_of(engine)
     for tensor in tensors.values():
@@ -97,13 +101,30 @@ def test_dry_runs_and_padding_change_no_state_of_a_row(model, steps, monkeypatch
     for key, tensor in tensors.items():
         assert torch.equal(tensor[:-1], before[key][:-1])
     plan = engine._core.scheduler.schedule()
+    asked, read = [], StateView._read
+    monkeypatch.setattr(StateView, "_read", lambda *args: asked.append(args) or read(*args))
     monkeypatch.setattr(compiling._thread, "dry_run", compiling._DryRun(), raising=False)
     runner._hidden_states(plan, every_token=False)
+    for work in works:
+        work()
     for key, tensor in tensors.items():
         assert torch.equal(tensor[:-1], before[key][:-1])
-    monkeypatch.undo()
+    assert asked == []
+    monkeypatch.setattr(compiling._thread, "dry_run", None)
     runner._hidden_states(plan, every_token=False)
+    assert asked
     assert not all(torch.equal(tensor, before[key]) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(("name", "longest"), [("Jamba", FULL_TILE), ("Lfm2", FULL_TILE), ("Qwen3_5Moe", 256)])
+def test_prompts_as_long_as_a_step_are_looked_at_only_for_kernels_of_experts(name, longest, steps, monkeypatch):
+    """Jamba's router is not known: its blocks run by themselves, whatever a prompt's length."""
+    model = outlined(recurrent_model(name).bfloat16())
+    engine, _ = decoding(model, PROMPTS[:1], 1)
+    runner = engine._core.runner
+    monkeypatch.setattr(experts, "why_not_on", lambda device: None)
+    found = PaddedSteps(runner.executor, runner.cache, runner.state, runner.graphs.steps.attention, 256)
+    assert found.prompt_lengths == [1 << i for i in range(longest.bit_length())]
 
 
 def test_a_step_that_finds_no_memory_is_not_repeated(model, steps, monkeypatch):
