@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 import triton.language as tl
 from pretended_gpu import pretend
-
-from hf_paged.kernels.build.compiling import Kernel
 from simulated_gpu import launches
 from simulated_gpu.ptx import Fault
+
+from hf_paged.kernels.build.compiling import Kernel
 
 
 def product(x, y, out, depth):
