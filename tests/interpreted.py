@@ -1,4 +1,7 @@
-"""Triton kernels run in Triton's interpreter where there is no GPU; it has to be chosen before Triton is imported."""
+"""Triton kernels run in Triton's interpreter where there is no GPU; it has to be chosen before Triton is imported.
+
+With ``SIMULATED_GPU=1`` in the environment they are compiled for a Hopper GPU, which is simulated (`simulated_gpu`).
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,22 @@ import torch
 
 GUARD, POISON = 64, 77.0
 COMPILED = torch.cuda.is_available()
+SIMULATED = os.environ.get("SIMULATED_GPU") == "1"
 # Whoever imports Triton first (transformers does) decides for the whole process.
-TOO_LATE = not COMPILED and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
+TOO_LATE = not (COMPILED or SIMULATED) and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
 if not COMPILED:
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = "0" if SIMULATED else "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs a Triton kernel on CPU tensors")
-    if not COMPILED and not TOO_LATE:
+    if SIMULATED:
+        from pretended_gpu import pretend
+        from simulated_gpu import launches
+
+        pretend()
+        launches.simulate()
+    elif not COMPILED and not TOO_LATE:
         _interpret_quickly()
 
 
