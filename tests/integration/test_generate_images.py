@@ -36,10 +36,9 @@ from hf_paged.options.request_spec import RequestSpec
 
 SPANS = ("gemma3", "gemma4")  # tokens of an image see each other
 CORE = ("qwen2.5-vl", "qwen3-vl", "smolvlm", "gemma3", "qwen3.5")
-ALL_CASES = [pytest.param(name, marks=[pytest.mark.slow, *([with_idiom] if name in WITH_STATES else [])])
-             for name in MODELS]
-CASES = [pytest.param(*case.values, marks=[mark for mark in case.marks if mark is not pytest.mark.slow])
-         if case.values[0] in CORE else case for case in ALL_CASES]
+CASES, ALL_CASES = (
+    [pytest.param(name, marks=[*[with_idiom] * (name in WITH_STATES), *[pytest.mark.slow] * (name not in core)])
+     for name in MODELS] for core in (CORE, ()))
 STATES = pytest.param("qwen3.5", marks=with_idiom)
 NEW = {"max_new_tokens": 6}
 # Chunks smaller than an image; of images whose tokens see each other, chunks that end in front of one.

@@ -337,7 +337,7 @@ def test_calls_that_run_in_stock_or_not_at_all():
     assert hf_paged.explain(model, **call).path == "native"
     assert counts(model) == before
     hf_paged.disable(model)
-    assert_falls_back(model, "num_beams", **call, num_beams=2)
+    assert_falls_back(model, "use_cache=False", **call, use_cache=False)
 
 
 def test_videos():
