@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from image_models import END, IMAGE, START, image_model
 from transformers import PreTrainedModel
 
 from hf_paged.engine.engine import Engine
+from hf_paged.models.images.fed_prompt import DEEPSTACK, FedPrompt, FedRun
 from hf_paged.sampling.log_probs import RAW
 
 _TYPED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
@@ -144,3 +146,36 @@ def _one(model: PreTrainedModel, image: int) -> dict[str, torch.Tensor]:
         pixels[:, :, :height, :width] = torch.randn(1, 3, height, width, generator=generator)
         return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
     return {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator)}
+
+
+def ending_on_an_image(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A prompt whose last token is an image's."""
+    call = image_call(model, [[4, "1"]])
+    return {name: value[:, :-1] if value.shape == call["input_ids"].shape else value for name, value in call.items()}
+
+
+# What a prompt with images is fed, with a part left out: controls of tests that have to notice it.
+
+
+def without_positions(prompt: FedPrompt) -> FedPrompt:
+    return dataclasses.replace(prompt, positions=None)
+
+
+def without_spans(prompt: FedPrompt) -> FedPrompt:
+    return dataclasses.replace(prompt, sights={})
+
+
+def with_cut_spans(prompt: FedPrompt) -> FedPrompt:
+    """Chunks end anywhere."""
+    class Other(FedPrompt):
+        def chunk_end(self, first: int, end: int) -> int:
+            return end
+
+    return Other(prompt.ids, prompt.runs, prompt.positions, prompt.sights)
+
+
+def without_adds(prompt: FedPrompt) -> FedPrompt:
+    """Nothing behind layers."""
+    runs = (FedRun(run.first, run.identity, {name: rows for name, rows in run.rows.items() if name != DEEPSTACK})
+            for run in prompt.runs)
+    return dataclasses.replace(prompt, runs=tuple(runs))

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria
 
 import hf_paged
 
@@ -456,6 +456,16 @@ def assert_falls_back(model: PreTrainedModel, reason: str, *, call: Any = None, 
     finally:
         hf_paged.disable(model)
     return expected
+
+
+class Until(StoppingCriteria):
+    """Row i is done at width + i."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids.shape[1] >= self.width + torch.arange(len(input_ids))
 
 
 class RecordingStreamer:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from recurrent_models import outlined, recurrent_model, with_idiom
+from recurrent_models import outlined, recurrent_model, run, with_idiom
 from support import assert_native_parity, batch, left_padded, random_prompts, stock_copy, stock_generate
 from transformers import GenerationConfig, LogitsProcessorList
 
@@ -114,13 +114,7 @@ def test_a_replayed_step_computes_what_the_eager_step_does(name, dtype):
 def test_requests_that_come_one_after_another(name):
     model = hf_paged.enable(on_gpu(name), strict=True, max_num_seqs=3, max_num_batched_tokens=64)
     engine, prompts = hf_paged.get_engine(model), random_prompts([30, 5, 17, 1, 23, 40])
-    coming, tokens = list(prompts), {}
-    while engine.has_unfinished() or coming:
-        if coming:
-            engine.add_request(coming.pop(0), GREEDY)
-        for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-    assert list(tokens.values()) == greedy(model, prompts)
+    assert list(run(engine, GREEDY, prompts).values()) == greedy(model, prompts)
 
 
 @pytest.mark.xfail(run=False, reason="kernels of packed prompts had CUDA errors with some sizes or dtypes")

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_calls import image_call, seeing_model, with_log_probabilities
+from image_calls import (
+    ending_on_an_image,
+    image_call,
+    seeing_model,
+    with_cut_spans,
+    with_log_probabilities,
+    without_adds,
+    without_positions,
+    without_spans,
+)
 from image_models import END, IMAGE, MODELS, START, VIDEO, WITH_STATES
 from recurrent_models import with_idiom
 from support import (
@@ -31,7 +40,7 @@ from hf_paged.engine.session import Request, Session
 from hf_paged.models import paged_calls
 from hf_paged.models.images import recording
 from hf_paged.models.images.decoder_inputs import MASK
-from hf_paged.models.images.fed_prompt import DEEPSTACK, FedPrompt, FedRun
+from hf_paged.models.images.fed_prompt import FedPrompt
 from hf_paged.options.request_spec import RequestSpec
 
 SPANS = ("gemma3", "gemma4")  # tokens of an image see each other
@@ -44,11 +53,6 @@ NEW = {"max_new_tokens": 6}
 # Chunks smaller than an image; of images whose tokens see each other, chunks that end in front of one.
 SMALL_STEPS, STEPS_OF_SPANS = ({"max_num_batched_tokens": tokens, "max_num_seqs": 4} for tokens in (5, 21))
 ONE = [[5, "0", 6]]
-
-
-def ending_on_an_image(model):
-    call = image_call(model, [[4, "1"]])
-    return {name: value[:, :-1] if value.shape == call["input_ids"].shape else value for name, value in call.items()}
 
 
 def calls_of(model) -> dict[str, dict[str, Any]]:
@@ -238,10 +242,6 @@ def test_a_call_that_stock_refuses():
     assert_native_parity(model, **image_call(model, ONE), **NEW)
 
 
-def _without_positions(prompt):
-    return dataclasses.replace(prompt, positions=None)
-
-
 def _with_stocks_delta(prompt):
     """One number for all axes, from the largest position, as `rope_deltas` has it."""
     class Other(FedPrompt):
@@ -258,31 +258,13 @@ def _without_rows(prompt):
     return dataclasses.replace(prompt, runs=())
 
 
-def _without_spans(prompt):
-    return dataclasses.replace(prompt, sights={})
-
-
-def _with_cut_spans(prompt):
-    class Other(FedPrompt):
-        def chunk_end(self, first, end):
-            return end
-
-    return Other(prompt.ids, prompt.runs, prompt.positions, prompt.sights)
-
-
-def _without_adds(prompt):
-    runs = (FedRun(run.first, run.identity, {name: rows for name, rows in run.rows.items() if name != DEEPSTACK})
-            for run in prompt.runs)
-    return dataclasses.replace(prompt, runs=tuple(runs))
-
-
 @pytest.mark.parametrize(("name", "change", "call"), [
-    ("qwen2.5-vl", _without_positions, image_call), ("qwen3-vl", _without_positions, image_call),
+    ("qwen2.5-vl", without_positions, image_call), ("qwen3-vl", without_positions, image_call),
     ("qwen2.5-vl", _with_stocks_delta, lambda model, _: ending_on_an_image(model)),
-    ("qwen3-vl", _without_adds, image_call), ("gemma3", _without_spans, image_call),
-    ("gemma3", _with_cut_spans, image_call),
+    ("qwen3-vl", without_adds, image_call), ("gemma3", without_spans, image_call),
+    ("gemma3", with_cut_spans, image_call),
     pytest.param("qwen3.5", _without_rows, image_call, marks=with_idiom),
-    pytest.param("qwen3.5", _without_positions, image_call, marks=with_idiom),
+    pytest.param("qwen3.5", without_positions, image_call, marks=with_idiom),
 ], ids=["positions", "positions, interleaved", "delta", "deepstack", "spans", "cuts", "rows, states",
         "positions, states"])
 def test_each_part_changes_tokens(name, change, call, monkeypatch):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from option_cases import QUIET, VALUES
 from support import (
     RecordingStreamer,
+    Until,
     assert_close_steps,
     assert_idle,
     assert_lockstep,
@@ -29,7 +30,6 @@ from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
-    StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
 )
@@ -65,16 +65,6 @@ class Recording(LogitsProcessor):
         # Depends on the number of calls: skipping or repeating one changes tokens.
         scores[:, (7 * len(self.ids)) % scores.shape[1]] += 100.0
         return scores
-
-
-class Until(StoppingCriteria):
-    """Row i is done at width + i."""
-
-    def __init__(self, width):
-        self.width = width
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids.shape[1] >= self.width + torch.arange(len(input_ids))
 
 
 @pytest.mark.parametrize("eos", [None, EOS])

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 from typing import Any
 
 import pytest
 import torch
-from image_calls import image_call, seeing_model
+from image_calls import (
+    ending_on_an_image,
+    image_call,
+    seeing_model,
+    with_cut_spans,
+    without_adds,
+    without_positions,
+    without_spans,
+)
 from image_models import IMAGE, MODELS, WITH_STATES
 from support import (
     LOGITS,
+    Until,
     assert_close_steps,
     assert_falls_back,
     assert_idle,
@@ -23,12 +31,12 @@ from support import (
     stock_copy,
     stock_generate,
 )
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import hf_paged
 from hf_paged.engine.engine import Engine
 from hf_paged.integration.recognise.images import fed_prompt
-from hf_paged.models.images.fed_prompt import DEEPSTACK, FedPrompt, FedRun
+from hf_paged.models.images.fed_prompt import FedPrompt
 from hf_paged.options.request_spec import RequestSpec
 from hf_paged.scheduler import lockstep_rows
 
@@ -57,16 +65,6 @@ class Raising(LogitsProcessor):
         return raised
 
 
-class Until(StoppingCriteria):
-    """Row i is done at width + i."""
-
-    def __init__(self, width):
-        self.width = width
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids.shape[1] >= self.width + torch.arange(len(input_ids))
-
-
 def steps_of(name: str) -> dict[str, Any]:
     return {"strict": True, **(STEPS_OF_SPANS if name in SPANS else SMALL_STEPS)}
 
@@ -74,11 +72,6 @@ def steps_of(name: str) -> dict[str, Any]:
 def own_code(width: int) -> dict[str, Any]:
     return {"logits_processor": LogitsProcessorList([Raising()]),
             "stopping_criteria": StoppingCriteriaList([Until(width + 3)])}
-
-
-def ending_on_an_image(model) -> dict[str, Any]:
-    call = image_call(model, [[4, "1"]])
-    return {name: value[:, :-1] if value.shape == call["input_ids"].shape else value for name, value in call.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -299,35 +292,13 @@ def test_beside_native_calls_of_another_thread():
     assert_idle(model)
 
 
-def _without_positions(prompt):
-    return dataclasses.replace(prompt, positions=None)
-
-
-def _without_spans(prompt):
-    return dataclasses.replace(prompt, sights={})
-
-
-def _with_cut_spans(prompt):
-    class Other(FedPrompt):
-        def chunk_end(self, first, end):
-            return end
-
-    return Other(prompt.ids, prompt.runs, prompt.positions, prompt.sights)
-
-
-def _without_adds(prompt):
-    runs = (FedRun(run.first, run.identity, {name: rows for name, rows in run.rows.items() if name != DEEPSTACK})
-            for run in prompt.runs)
-    return dataclasses.replace(prompt, runs=tuple(runs))
-
-
 def _without_anything(prompt):
     return None
 
 
 @pytest.mark.parametrize(("name", "change"), [
-    ("qwen2.5-vl", _without_positions), ("qwen3-vl", _without_positions), ("qwen3-vl", _without_adds),
-    ("gemma3", _without_spans), ("gemma3", _with_cut_spans), ("smolvlm", _without_anything),
+    ("qwen2.5-vl", without_positions), ("qwen3-vl", without_positions), ("qwen3-vl", without_adds),
+    ("gemma3", without_spans), ("gemma3", with_cut_spans), ("smolvlm", _without_anything),
 ], ids=["positions", "positions, interleaved", "deepstack", "spans", "cuts", "vectors"])
 def test_each_part_changes_beams(name, change, monkeypatch):
     """Controls: rows that leave it out have other scores, so the tests above would notice."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from image_calls import image_call, seeing_model
-from integration.test_stock_loop_images import ONE, ROWS, Raising, ending_on_an_image, own_code
+from image_calls import ending_on_an_image, image_call, seeing_model
+from integration.test_stock_loop_images import ONE, ROWS, Raising, own_code
 from recurrent_models import with_idiom
 from support import assert_falls_back, assert_idle, assert_lockstep, assert_same_tensor, stock_generate
 from transformers import LogitsProcessorList
