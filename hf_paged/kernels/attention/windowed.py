@@ -212,8 +212,8 @@ def _windowed_kernel(
         q_rest = tl.load(q_tile + rest[None, :], mask=is_query & (rest < DIM)[None, :], other=0.0)
         acc_rest = tl.zeros([BLOCK_M, REST], tl.float32)
     else:
-        q_rest = 0
-        acc_rest = 0
+        q_rest = m  # of no use
+        acc_rest = tl.zeros([BLOCK_M], tl.float32)
     # Finite and below every score: with -inf a row that has seen nothing yet would compute -inf - -inf.
     top = tl.full([BLOCK_M], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
