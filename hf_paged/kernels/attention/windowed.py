@@ -32,6 +32,7 @@ class WindowedConfig(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # per thread, so that two programs fit a multiprocessor
 
 
 _SHALLOW, _SHORT_TILES = WindowedConfig(128, 64, 8, 2), WindowedConfig(64, 64, 4, 2)
@@ -257,7 +258,8 @@ def windowed_attention_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         _windowed_kernel[(len(tiles), heads)](
             q, k, v, out, tiles, *strides, heads, heads // k.shape[1], scale * LOG2_E, DIM=dim, MAIN=main, REST=rest,
             VECTOR=vector, BLOCK_M=config.block_m, BLOCK_N=config.block_n, FIELDS=_FIELDS,
-            num_warps=config.num_warps, num_stages=config.num_stages)
+            num_warps=config.num_warps, num_stages=config.num_stages,
+            **({} if config.max_registers is None else {"maxnreg": config.max_registers}))
     return out
 
 

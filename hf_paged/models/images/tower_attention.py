@@ -134,9 +134,9 @@ def _asks_for_windows(forward: Callable[..., Any]) -> bool:
 def _is_changed(module: nn.Module) -> bool:
     """Return whether something else than its class's forward belongs to a module: a view would leave it out, or be
     seen by it."""
-    hooks = (hook for name in _HOOKS for hook in list(getattr(module, name).values()))
-    return ("forward" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None
-            or not all(map(only_captures, hooks)))
+    state = vars(module)
+    return ("forward" in state or state.get("_compiled_call_impl") is not None
+            or any(state[name] and not all(map(only_captures, list(state[name].values()))) for name in _HOOKS))
 
 
 def _first(output: Any) -> torch.Tensor:
