@@ -508,7 +508,8 @@ TOWERS, TOWERS_TESTS = f"{IMAGES}/tower_attention.py", f"{IMAGES}/test_tower_att
 WINDOWED, WINDOWED_TESTS = "kernels/attention/windowed.py", "kernels/attention/test_windowed.py"
 # Towers that attend to all windows at once.
 TOWER_ATTENTION = [
-    PackageMutation(TOWERS, "is_close(_first(made), _first(expected))", "True", TOWERS_TESTS, "is_proved and otherwise"),
+    PackageMutation(TOWERS, "is_close(_first(made), _first(expected))", "True", TOWERS_TESTS,
+                    "is_proved and otherwise"),
     PackageMutation(TOWERS, " and not any(map(_is_changed, (*above, *module.modules())))", "", TOWERS_TESTS,
                     "makes_its_own_calls"),
     PackageMutation(TOWERS, "if implementation_of(config) == STOCK and not", "if not", TOWERS_TESTS,
@@ -521,7 +522,8 @@ TOWER_ATTENTION = [
     PackageMutation(TOWERS, "if torch.is_grad_enabled() or", "if", TOWERS_TESTS, "gradients"),
     PackageMutation(KNOWN_IMAGES, "self._attention.through(method, body)", "method", TOWERS_TESTS, "generate_attends"),
     PackageMutation(WINDOWED, "    left = left % BLOCK_N\n", "    left = 0\n", WINDOWED_TESTS, "tail_of"),
-    PackageMutation(WINDOWED, "score = tl.where((n < left)", "score = tl.where((n < BLOCK_N)", WINDOWED_TESTS, "tail_of"),
+    PackageMutation(WINDOWED, "score = tl.where((n < left)", "score = tl.where((n < BLOCK_N)", WINDOWED_TESTS,
+                    "tail_of"),
     PackageMutation(WINDOWED, "(head // group).to(tl.int64) * v_head", "head.to(tl.int64) * v_head", WINDOWED_TESTS,
                     "share_keys"),
 ]
