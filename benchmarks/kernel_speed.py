@@ -1,4 +1,4 @@
-"""Compare the kernels with the card's limits: attention, towers, fused ops, small products, experts, sampling, checksum.
+"""Compare the kernels with the card's limits: attention, towers, fused ops, products, experts, sampling, checksum.
 
     python benchmarks/kernel_speed.py [--out kernels.json] [--only experts] [--sweep]
 
@@ -218,8 +218,8 @@ def _prefill_rates(backend: AttentionBackend, inputs: Inputs, rows: int, length:
 
 
 def tower_rows(copy: float, gemm: float) -> Iterable[dict[str, Any]]:
-    """Attention of Qwen2.5-VL's tower, its windows and whole images, beside sdpa window by window: stock's calls without
-    their time on the host."""
+    """Attention of Qwen2.5-VL's tower, its windows and whole images, beside sdpa window by window: stock's calls, but
+    without their time on the host."""
     heads, dim = 16, 80
     for count, length in TOWERS:
         packed = torch.randn(count * length, 3, heads, dim, dtype=torch.bfloat16, device="cuda")

@@ -11,7 +11,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial, wraps
-from types import CodeType
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ STOCK = "sdpa"  # the implementation whose rounding the kernel has
 DEVICES = ("cuda",)
 _STARTS, _LONGEST = "cu_seqlens", "max_seqlen"  # arguments of the modules
 _WINDOWS = "hf_paged_windows"  # attribute of a view
-_ASKED = ("is_flash_attention_requested", "get_interface")
 _READ = ("position_bias", "softcap")  # what sdpa reads besides its named arguments
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -103,12 +101,14 @@ class _Attention:
         return forward(self._module, *args, **kwargs)
 
     def _with_windows(self, kwargs: dict[str, Any], starts: torch.Tensor) -> dict[str, Any]:
-        """Return the arguments with the longest window, for which the class would wait."""
+        """Return the arguments with the longest window, for which the class would wait, if it takes that."""
         if id(starts) not in self._known:
             self._known[id(starts)] = starts, Windows(starts.cpu().numpy())
         windows = self._known[id(starts)][1]
         vars(self._at_once)[_WINDOWS] = windows
-        return {**kwargs, _LONGEST: kwargs.get(_LONGEST) or windows.longest}
+        if kwargs.get(_LONGEST) is None and _takes_longest(type(self._module).forward):
+            return {**kwargs, _LONGEST: windows.longest}
+        return kwargs
 
 
 def _attending(body: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -126,9 +126,23 @@ def _attending(body: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 @lru_cache(maxsize=1024)
 def _asks_for_windows(forward: Callable[..., Any]) -> bool:
     """Return whether a class's forward takes starts of windows and asks whether FlashAttention is to have them all."""
+    arguments, names = _names_in(forward)
+    return _STARTS in arguments and names >= {"is_flash_attention_requested", "get_interface"}
+
+
+@lru_cache(maxsize=1024)
+def _takes_longest(forward: Callable[..., Any]) -> bool:
+    """Return whether a class's forward takes the length of the longest window."""
+    arguments, names = _names_in(forward)
+    return _LONGEST in arguments or "get_max_seqlen" in names
+
+
+def _names_in(forward: Callable[..., Any]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of a forward's arguments, and of what its code calls."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
-    return isinstance(code, CodeType) and _STARTS in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] and (
-        set(_ASKED) <= {*code.co_names})
+    if code is None:
+        return frozenset(), frozenset()
+    return frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]), frozenset(code.co_names)
 
 
 def _is_changed(module: nn.Module) -> bool:

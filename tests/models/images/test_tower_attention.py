@@ -196,13 +196,13 @@ class Attention(nn.Module):
         self.config = PreTrainedConfig(attn_implementation="sdpa")
         self.factor, self.reads, self.is_causal = 1.0 if has_same else 1.5, reads, False
 
-    def forward(self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int | None = None) -> Any:
+    def forward(self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor) -> Any:
         x = hidden_states.view(1, len(hidden_states), 2, -1).transpose(1, 2)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
         options = {"attention_mask": None, "is_causal": False} | self.reads
         if is_flash_attention_requested(self.config):
             found = attend(self, x, self.factor * x, x, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens,
-                           max_length_q=max_seqlen, **options)[0]
+                           **options)[0]
         else:
             lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
             found = torch.cat([attend(self, part, part, part, **options)[0] for part in x.split(lengths, 2)], 1)
