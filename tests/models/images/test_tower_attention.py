@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from image_calls import image_call, seeing_model
+from image_models import WITH_STATES
+from recurrent_models import with_idiom
 from support import assert_native_parity, stock_generate
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -68,7 +70,8 @@ def encoded(model: Any, attention: TowerAttention | None = None, images: dict[st
     return torch.cat(list(encode(**images or images_of(model), **changed, return_dict=True).pooler_output))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[with_idiom] * (name in WITH_STATES)) for name in LAYERS])
 @torch.no_grad()
 def test_each_class_attends_at_once(name, launched):
     """The first layer once more by stock, which proves the class; in the next run each layer makes one launch."""
