@@ -1,4 +1,4 @@
-"""Compare the kernels with the card's limits: attention, fused ops, small products, experts, sampling, checksum.
+"""Compare the kernels with the card's limits: attention, towers, fused ops, products, experts, sampling, checksum.
 
     python benchmarks/kernel_speed.py [--out kernels.json] [--only experts] [--sweep]
 
@@ -19,7 +19,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from hf_paged.attention.registry import paged_attention, resolve_backend
 from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.windowed import Windows, windowed_attention
 from hf_paged.kernels.experts.down import down, down_triton
 from hf_paged.kernels.experts.gate_up import ExpertsConfig, gate_up, gate_up_triton
 from hf_paged.kernels.experts.join import join_experts_add_rms_norm
@@ -62,6 +63,7 @@ BLOCKS: dict[str, tuple[Any, Any]] = {
     "Mixtral-8x7B": (MixtralSparseMoeBlock, MixtralConfig(
         hidden_size=4096, intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2)),
 }
+TOWERS = (64, 64), (4096, 64), (64, 1024), (16, 4096)  # number of windows, tokens of each
 EXPERT_ROWS = {"Qwen3-30B-A3B": (1, 2, 4, 8, 64, 256, 512, 2048, 8192), "gpt-oss-20b": (1, 8, 64, 256, 2048),
                "Mixtral-8x7B": (1, 8, 64, 256, 2048)}
 L2_BYTES = 400 << 20
@@ -213,6 +215,25 @@ def _prefill_rates(backend: AttentionBackend, inputs: Inputs, rows: int, length:
     rate = flops / seconds / 1e12
     return {"backend": backend.name, "us": seconds * 1e6, "TFLOP/s": rate, "of GEMM": rate / gemm,
             "plain": flops / plain / 1e12}
+
+
+def tower_rows(copy: float, gemm: float) -> Iterable[dict[str, Any]]:
+    """Attention of Qwen2.5-VL's tower, its windows and whole images, beside sdpa window by window: stock's calls, but
+    without their time on the host."""
+    heads, dim = 16, 80
+    for count, length in TOWERS:
+        packed = torch.randn(count * length, 3, heads, dim, dtype=torch.bfloat16, device="cuda")
+        windows, parts = Windows(np.arange(count + 1) * length), packed[: min(count, 64) * length].split(length)
+
+        def stock(parts: Sequence[torch.Tensor] = parts) -> None:
+            for part in parts:
+                q, k, v = part.permute(1, 2, 0, 3)[:, None].unbind(0)
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=dim**-0.5)
+
+        seconds = graph_time([partial(windowed_attention, *packed.unbind(1), windows, dim**-0.5)])
+        floor = max(4 * count * length**2 * heads * dim / gemm / 1e12, 4 * packed.nbytes / 3 / copy / 1e12)
+        yield {"row": f"windows {count} x {length}, {heads} x {dim}", "us": seconds * 1e6, "of floor": floor / seconds,
+               "sdpa by window": graph_time([stock]) * 1e6 * count / len(parts)}
 
 
 def op_rows(copy: float) -> Iterable[dict[str, Any]]:
@@ -435,7 +456,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     parser.add_argument("--sweep", action="store_true", help="try tile shapes and plans for decode (GPU, minutes)")
-    parser.add_argument("--only", choices=("decode", "prefill", "ops", "experts", "checksum"),
+    parser.add_argument("--only", choices=("decode", "prefill", "towers", "ops", "experts", "checksum"),
                         help="only such rows; with --sweep decode or experts")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -455,7 +476,8 @@ def main() -> None:
         copy, gemm = report["copy_tb_s"], report["gemm_tflop_s"]
         print(f"copy {copy:.2f} TB/s, GEMM {gemm:.0f} TFLOP/s")
         kinds: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
-            "decode": partial(decode_rows, copy), "prefill": partial(prefill_rows, gemm), "ops": partial(op_rows, copy),
+            "decode": partial(decode_rows, copy), "prefill": partial(prefill_rows, gemm),
+            "towers": partial(tower_rows, copy, gemm), "ops": partial(op_rows, copy),
             "experts": partial(expert_rows, copy, gemm), "checksum": partial(checksum_rows, copy)}
         rows = itertools.chain.from_iterable(run() for kind, run in kinds.items() if arguments.only in (None, kind))
     report["rows"] = [show(row) for row in rows]
