@@ -32,7 +32,8 @@ SYSTEM, QUESTION, OTHER = random_prompts([37, 14, 9])
 PROMPTS = random_prompts([30, 5, 17, 1, 70, 2])
 
 
-@pytest.fixture(params=["Qwen3_5", "Qwen3Next", pytest.param("Qwen3_5Moe", marks=pytest.mark.slow)])
+@pytest.fixture(params=["Qwen3_5", "Qwen3Next", "Mamba2", "NemotronH", "Bamba", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3_5Moe", "GraniteMoeHybrid"))])
 def model(request, forwards):
     return outlined(recurrent_model(request.param))
 
@@ -136,8 +137,8 @@ def test_which_models_pack(monkeypatch):
 
     assert not packs("Qwen3_5")  # on a CPU
     monkeypatch.setattr(recurrent_executor, "why_not_on", lambda device: None)
-    names = "Qwen3_5", "Qwen3Next", "Mamba2", "Lfm2", "OlmoHybrid"
-    assert [packs(name) for name in names] == [True, True, False, False, False]
+    names = "Qwen3_5", "Qwen3Next", "Mamba2", "NemotronH", "Lfm2", "OlmoHybrid"
+    assert [packs(name) for name in names] == [True, True, True, True, False, False]
     executor, _model = executor_of("Qwen3_5")
     executor.autocast = torch.bfloat16
     assert not executor.packs_prompts
