@@ -1,7 +1,7 @@
 """Layers of Mamba-2 by hf_paged's kernels: what they read of a layer, and why its own module runs.
 
-Projections and the norm run by their own modules; what lies between them is one launch on the rows' slots in decode
-steps, and two in packed prompts, without a copy of states.
+Projections run by their own modules; what lies between them is one launch on the rows' slots in decode steps, before a
+norm by its own module, and three in packed prompts, without a copy of states.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.kernels.recurrent.grouped_rms_norm import grouped_rms_norm
 from hf_paged.kernels.recurrent.mamba2 import Mamba2Weights, mamba2, takes_sizes
 from hf_paged.kernels.recurrent.packed_convolution import packed_convolution
 from hf_paged.kernels.recurrent.packed_mamba2 import Steps, fits, limits_in, packed_mamba2
@@ -55,22 +56,24 @@ def prompts(layer: Any, hidden_states: torch.Tensor, cache: StateView, **_: Any)
     assert rows is not None
     mixed = packed_convolution(parts, layer.conv1d.weight, layer.conv1d.bias, states.conv, rows)
     steps = Steps(dt[:, 0], layer.A_log, layer.D, layer.dt_bias, *limits_in(dt.dtype, *layer.time_step_limit))
-    made = packed_mamba2(mixed, steps, states.recurrent, rows)
-    output: torch.Tensor = layer.out_proj(layer.norm(made.flatten(1)[None], gate[None, :, 0]).to(hidden_states.dtype))
+    made, norm = packed_mamba2(mixed, steps, states.recurrent, rows).flatten(1), layer.norm
+    made = grouped_rms_norm(made, gate[:, 0], norm.weight, made.shape[1] // norm.group_size, norm.variance_epsilon)
+    output: torch.Tensor = layer.out_proj(made[None])
     return output
 
 
 def packs(layer: Any, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether `prompts` computes this layer of which `misfit` finds none; on a GPU, with sizes of published
     models alone."""
-    is_tried = device.type != "cuda" or (layer.head_dim, layer.ssm_state_size) in _TRIED_SIZES
-    return is_tried and fits(layer.ssm_state_size, device)
+    norm, sizes = layer.norm, (layer.head_dim, layer.ssm_state_size)
+    is_of_file = type(norm).__module__ == type(layer).__module__ and type(norm).__name__.endswith("RMSNormGated")
+    is_known = is_of_file and not [*unlike_layers((norm,), {"norm": norm.weight}, {}, dtype)]
+    return is_known and (device.type != "cuda" or sizes in _TRIED_SIZES) and fits(layer.ssm_state_size, device)
 
 
 def token_bytes(layer: Any, dtype: torch.dtype) -> int:
-    """Return the bytes that `prompts` takes for each token, besides what projections make: channels, what the kernel
-    makes of them, and three of its size in the norm."""
-    return dtype.itemsize * layer.conv_dim + 4 * 4 * layer.intermediate_size
+    """Return the bytes that `prompts` takes for each token, besides what projections make."""
+    return dtype.itemsize * (layer.conv_dim + layer.intermediate_size) + 4 * layer.intermediate_size
 
 
 def misfit(layer: Any, states: tuple[StateShape, ...], dtype: torch.dtype) -> str | None:
