@@ -24,7 +24,7 @@ import service
 import torch
 from family_models import family_model
 from pretended_gpu import compile_nothing, variants
-from recurrent_models import CLASSES, outlined, recurrent_model
+from recurrent_models import CLASSES, PUBLISHED_HEADS, outlined, recurrent_model
 from service import Service, nobodys_gpu
 from transformers import AutoModelForCausalLM
 from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -99,8 +99,7 @@ def served(model: str, is_real: bool) -> dict[str, Any]:
 def made(family: str, folder: Path) -> str:
     """Write a small model of a family, with heads for which there are kernels."""
     if family in CLASSES:
-        model = recurrent_model(family, linear_key_head_dim=128, linear_value_head_dim=128,
-                                max_position_embeddings=service.MOST_LENGTH)
+        model = recurrent_model(family, **PUBLISHED_HEADS[family], max_position_embeddings=service.MOST_LENGTH)
     else:
         model = family_model(family, head_dim=64, max_position_embeddings=service.MOST_LENGTH)
     model.to(torch.bfloat16).save_pretrained(folder / family)
