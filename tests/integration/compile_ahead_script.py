@@ -26,7 +26,7 @@ from family_models import family_model
 from image_calls import image_call
 from image_models import MODELS, image_model
 from pretended_gpu import compile_nothing, variants
-from recurrent_models import CLASSES, outlined, recurrent_model
+from recurrent_models import CLASSES, PUBLISHED_HEADS, outlined, recurrent_model
 from service import Service, nobodys_gpu
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -117,8 +117,7 @@ def made(family: str, folder: Path) -> str:
     if family in MODELS:
         model = image_model(family)
     elif family in CLASSES:
-        model = recurrent_model(family, linear_key_head_dim=128, linear_value_head_dim=128,
-                                max_position_embeddings=service.MOST_LENGTH)
+        model = recurrent_model(family, **PUBLISHED_HEADS[family], max_position_embeddings=service.MOST_LENGTH)
     else:
         model = family_model(family, head_dim=64, max_position_embeddings=service.MOST_LENGTH)
     model.to(torch.bfloat16).save_pretrained(folder / family)

@@ -43,8 +43,10 @@ def test_what_is_left_out_of_a_product_is_noticed():
 # One case of a kernel each; of those that follow addresses in tables (LoRA, copies of weights) none.
 CASES = [
     "recurrent/test_gated_rms_norm.py::test_the_kernel_is_the_reference[{}-dtype0]",
+    "recurrent/test_grouped_rms_norm.py::test_the_kernel_is_the_reference[{}-dtype0]",
     "recurrent/test_packed_convolution.py::test_the_kernel_is_the_reference[{}-dtype0-False-16]",
     "recurrent/test_packed_delta_rule.py::test_bfloat16",
+    "recurrent/test_packed_mamba2.py::test_sixteen_bits[size0-dtype1-0.01]",
     "recurrent/test_delta_net.py::test_the_kernel_is_the_reference[{}-dtype0-0]",
     "recurrent/test_mamba2.py::test_the_kernel_is_the_reference[{}-dtype0-0]",
     "experts/test_route.py::test_ties_go_to_lower_numbers[softmax]",
