@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hf_paged.device.virtual_memory import DriverError, reserve
-from hf_paged.guards.original_classes import patched_class
 from hf_paged.kernels.cast_copies import CopyPlan
-from hf_paged.kernels.dequantize_4bit import NestedScales, Packed4Bit
+from hf_paged.kernels.dequantize_4bit import Packed4Bit
 from hf_paged.models.layer_ops import is_plain_linear
+from hf_paged.models.packed.four_bit import Groups, packed_weight
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 512  # bytes
-_BITSANDBYTES, _LINEARS = "bitsandbytes.nn.modules", ("Linear4bit", "LinearNF4", "LinearFP4")
-
-Groups = Mapping[str, tuple[Any, ...]]  # linear layers that read one input, by a name
 
 
 class Copies(NamedTuple):
@@ -44,19 +40,26 @@ class CopiedWeights:
     Args:
         groups: layers that `can_be_copied`, grouped by equal inputs.
         dtype: dtype of the copies.
+        scratch: elements of a scratch beside them (`Packed4BitGroup.scratch`), on `device`; 0: none is needed.
+
+    Attributes:
+        by_name: the copies by group.
+        scratch: ``[scratch]`` of `dtype`, or None.
 
     Raises:
         torch.OutOfMemoryError: too little memory is free.
     """
 
-    def __init__(self, groups: Groups, dtype: torch.dtype) -> None:
+    def __init__(self, groups: Groups, dtype: torch.dtype, scratch: int = 0,
+                 device: torch.device | None = None) -> None:
         self.by_name: dict[str, Copies] = {}
+        self.scratch: torch.Tensor | None = None
         self._dtype = dtype
-        self._layout = _layout(groups, dtype)
+        self._layout, self._scratch_size = _layout(groups, dtype), scratch
         self._plan = CopyPlan([])
         self._checksum: torch.Tensor | None = None  # [1] int64, of the weights that were copied
         self._places: dict[str, tuple[list[int], list[tuple[int, ...]]]] = {}  # rows of each layer; shapes of `Copies`
-        self._device = torch.device("cpu")
+        self._device = device or torch.device("cpu")
         for name, linears in _to_copy(groups, dtype):
             weights = [_weight(linear, dtype) for linear in linears]
             weight, sizes = weights[0], [weight.shape[0] for weight in weights]
@@ -64,8 +67,9 @@ class CopiedWeights:
             self._places[name] = sizes, [shape] if linears[0].bias is None else [shape, shape[:1]]
             self._device = weight.device
         self._shapes = [shape for _, shapes in self._places.values() for shape in shapes]
+        self._shapes += [(scratch,)] if scratch else []
         self._num_bytes = sum(_whole(shape, dtype) for shape in self._shapes)
-        self._memory = reserve(self, self._device, 1, self._num_bytes) if self._places else None
+        self._memory = reserve(self, self._device, 1, self._num_bytes) if self._shapes else None
         self.restore()
 
     def restore(self) -> None:
@@ -84,14 +88,14 @@ class CopiedWeights:
                 made = [next(tensors) for _ in shapes]
                 by_name[name] = Copies(*made)
                 targets += [part for one in made for part in one.split(sizes)]
-        self._plan, self._checksum = CopyPlan(targets), None
+        self._plan, self._checksum, self.scratch = CopyPlan(targets), None, next(tensors, None)
         self.by_name = by_name  # last: `is_here` reads it
 
     def unmap(self) -> bool:
         """Release the memory and keep its addresses; returns False if only the end of this object can free it."""
         if self._memory is None:
             return False
-        self.by_name, self._plan = {}, CopyPlan([])
+        self.by_name, self._plan, self.scratch = {}, CopyPlan([]), None
         try:
             self._memory.release()
         except DriverError:
@@ -100,8 +104,8 @@ class CopiedWeights:
 
     @property
     def is_here(self) -> bool:
-        """Whether there is memory for all copies."""
-        return len(self.by_name) == len(self._places)
+        """Whether there is memory for all copies, and the scratch."""
+        return len(self.by_name) == len(self._places) and (self.scratch is None) == (not self._scratch_size)
 
     def _allocated(self) -> list[torch.Tensor]:
         """Allocate a tensor of every shape."""
@@ -118,9 +122,9 @@ class CopiedWeights:
         return [piece.view(self._dtype)[: math.prod(shape)].view(shape)
                 for piece, shape in zip(pieces, self._shapes, strict=True)]
 
-    def fit(self, groups: Groups, dtype: torch.dtype) -> bool:
-        """Return whether these are the copies that such layers need."""
-        return self._layout == _layout(groups, dtype)
+    def fit(self, groups: Groups, dtype: torch.dtype, scratch: int = 0) -> bool:
+        """Return whether these are the copies, and the size of the scratch, that such layers need."""
+        return self._layout == _layout(groups, dtype) and self._scratch_size == scratch
 
     def refresh(self, groups: Groups, checksum: torch.Tensor | None) -> None:
         """Enqueue renewing the copies from the parameters that the layers have now, if these changed; does not wait.
@@ -140,8 +144,8 @@ class CopiedWeights:
             known.copy_(checksum)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all copies, merged."""
-        return [t for copied in self.by_name.values() for t in copied if t is not None]
+        """Return all copies, merged, and the scratch."""
+        return [t for copied in (*self.by_name.values(), (self.scratch,)) for t in copied if t is not None]
 
     @property
     def nbytes(self) -> int:
@@ -172,50 +176,6 @@ def can_be_copied(groups: Groups, dtype: torch.dtype) -> bool:
     known = all((type(linear) is nn.Linear and is_plain_linear(linear)) or packed_weight(linear, dtype) is not None
                 for of in groups.values() for linear in of)
     return known and all(len({linear.bias is None for linear in linears}) == 1 for linears in groups.values())
-
-
-def has_4bit(groups: Groups) -> bool:
-    """Return whether a layer of these groups is a 4-bit one."""
-    return any(is_4bit(linear) for linears in groups.values() for linear in linears)
-
-
-def may_have_4bit() -> bool:
-    """Return whether bitsandbytes is loaded: else there can be no 4-bit layer."""
-    return _BITSANDBYTES in sys.modules
-
-
-def is_4bit(layer: nn.Module) -> bool:
-    """Return whether a layer is bitsandbytes' `Linear4bit`, whose code may be patched and whose settings any."""
-    home = sys.modules.get(_BITSANDBYTES)
-    return home is not None and type(layer) in (getattr(home, name, None) for name in _LINEARS)
-
-
-def packed_weight(layer: Any, dtype: torch.dtype) -> Packed4Bit | None:
-    """Return the weight of a 4-bit layer that multiplies inputs of `dtype` in that dtype, else None.
-
-    None, too, if the layer has hooks or patched code, if it has not quantized its weight yet, if a block of one scale
-    crosses rows (bitsandbytes 0.50.2 reads other scales then on a CPU), and if the bytes were laid out anew for a CPU.
-    """
-    if not is_4bit(layer) or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
-        return None
-    state = vars(layer.weight).get("quant_state") or vars(layer).get("quant_state")
-    if state is None or getattr(state, "packing_format_for_cpu", False) or patched_class((type(layer),)) is not None:
-        return None
-    # The first input sets the dtype where none is set.
-    computes_in = layer.compute_dtype if layer.compute_type_is_set or dtype == torch.float16 else dtype
-    shape, is_known = torch.Size(state.shape), state.quant_type in ("nf4", "fp4")
-    # Versions before `gemm_4bit` round to the dtype of the weight that was quantized first.
-    rounds_twice = state.dtype != dtype and not hasattr(torch.ops.bitsandbytes, "gemm_4bit")
-    if computes_in not in (dtype, None) or not is_known or rounds_twice or len(shape) != 2:
-        return None
-    if shape != torch.Size((layer.out_features, layer.in_features)) or shape[1] % state.blocksize or state.code is None:
-        return None
-    with torch._C.DisableTorchFunctionSubclass():
-        data = layer.weight.detach().reshape(-1).view(torch.uint8)
-    nested = None
-    if state.nested:
-        nested = NestedScales(state.state2.code, state.state2.absmax, state.offset, state.state2.blocksize)
-    return Packed4Bit(data, shape, state.code, state.absmax, state.blocksize, nested)
 
 
 def _weight(linear: Any, dtype: torch.dtype) -> torch.Tensor | Packed4Bit:

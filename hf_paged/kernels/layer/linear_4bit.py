@@ -8,7 +8,7 @@ each value is rounded to the dtype of x, products are added up in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from hf_paged.kernels._triton import (
     tl,
     triton,
 )
-from hf_paged.kernels.dequantize_4bit import Packed4Bit, dequantized_reference
+from hf_paged.kernels.dequantize_4bit import Packed4Bit, dequantized_reference, packed_signature, why_not_packed
 from hf_paged.kernels.layer._splitk_linear import DotConfig, joined_dot_parts
 from hf_paged.kernels.layer.silu_mul import silu_mul
 
@@ -59,6 +59,13 @@ class Packed4BitGroup(NamedTuple):
         """Columns of each weight's product."""
         return tuple(weight.shape[0] for weight in self.weights)
 
+    def is_same(self, other: Packed4BitGroup | None) -> bool:
+        """Return whether products of both read and write the same memory."""
+        return other is not None and self.scratch is other.scratch and self._key() == other._key()
+
+    def _key(self) -> Any:
+        return packed_signature(self.weights), [bias.data_ptr() for bias in self.biases]
+
     def arguments(self) -> tuple[Any, ...]:
         """Return what kernels are told of each weight: addresses, and its rows."""
         biases = self.biases or (None,) * len(self.weights)
@@ -84,7 +91,9 @@ def why_not(weights: tuple[Packed4Bit, ...]) -> str | None:
     kinds = {(w.shape[1], w.block_size, None if w.nested is None else w.nested.block_size) for w in weights}
     if len(kinds) > 1:
         return "weights whose blocks are not alike"
-    return None if all(w.data.data_ptr() % 16 == 0 for w in weights) else "bytes that do not lie at multiples of 16"
+    if any(w.data.data_ptr() % 16 for w in weights):
+        return "bytes that do not lie at multiples of 16"
+    return next(filter(None, map(why_not_packed, weights)), None)
 
 
 @lru_cache(maxsize=64)
@@ -314,7 +323,7 @@ def _pieces(sizes: tuple[int, ...], most_rows: int) -> Iterator[tuple[int, int, 
             first = tile
 
 
-def scratch_for(groups: Iterator[tuple[Packed4Bit, ...]] | list[tuple[Packed4Bit, ...]], dtype: torch.dtype) -> int:
-    """Return the elements of a scratch for products of these groups."""
-    largest = max(sum(weight.numel() for weight in weights) for weights in groups)
+def scratch_size(groups: Iterable[Sequence[tuple[int, int]]], dtype: torch.dtype) -> int:
+    """Return the elements of a scratch for products of groups of weights of these shapes."""
+    largest = max((sum(n * k for n, k in shapes) for shapes in groups), default=0)
     return min(largest, SCRATCH_BYTES // dtype.itemsize)
