@@ -874,7 +874,7 @@ LORA_LAYERS = [
                     "total", "models/test_dequantized_layers.py", "rounded_as_by_pefts"),
     PackageMutation("kernels/lora/_lora_tile.py", "acc = acc.to(dtype).to(tl.float32)", "acc = acc + 0.0",
                     LORA_KERNEL_TESTS, "rounded_before and kernel"),
-    PackageMutation("models/packed/four_bit.py", "if computes_in not in (dtype, None) or not is_known",
+    PackageMutation("models/copied_weights.py", "if computes_in not in (dtype, None) or not is_known",
                     "if not is_known", "models/test_dequantized_layers.py", "computes_otherwise"),
     PackageMutation("models/packed/dequantizing.py", "size <= _COPIED_SHARE * free_memory", "size <= free_memory",
                     "models/test_dequantized_layers.py", "half_of_the_free"),

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hf_paged.device.virtual_memory import DriverError, reserve
+from hf_paged.guards.original_classes import patched_class
 from hf_paged.kernels.cast_copies import CopyPlan
-from hf_paged.kernels.dequantize_4bit import Packed4Bit
+from hf_paged.kernels.dequantize_4bit import NestedScales, Packed4Bit
 from hf_paged.models.layer_ops import is_plain_linear
-from hf_paged.models.packed.four_bit import Groups, packed_weight
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 512  # bytes
+_BITSANDBYTES, _LINEARS = "bitsandbytes.nn.modules", ("Linear4bit", "LinearNF4", "LinearFP4")
+
+Groups = Mapping[str, tuple[Any, ...]]  # linear layers that read one input, by a name
 
 
 class Copies(NamedTuple):
@@ -176,6 +180,50 @@ def can_be_copied(groups: Groups, dtype: torch.dtype) -> bool:
     known = all((type(linear) is nn.Linear and is_plain_linear(linear)) or packed_weight(linear, dtype) is not None
                 for of in groups.values() for linear in of)
     return known and all(len({linear.bias is None for linear in linears}) == 1 for linears in groups.values())
+
+
+def has_4bit(groups: Groups) -> bool:
+    """Return whether a layer of these groups is a 4-bit one."""
+    return any(is_4bit(linear) for linears in groups.values() for linear in linears)
+
+
+def may_have_4bit() -> bool:
+    """Return whether bitsandbytes is loaded: else there can be no 4-bit layer."""
+    return _BITSANDBYTES in sys.modules
+
+
+def is_4bit(layer: nn.Module) -> bool:
+    """Return whether a layer is bitsandbytes' `Linear4bit`, whose code may be patched and whose settings any."""
+    home = sys.modules.get(_BITSANDBYTES)
+    return home is not None and type(layer) in (getattr(home, name, None) for name in _LINEARS)
+
+
+def packed_weight(layer: Any, dtype: torch.dtype) -> Packed4Bit | None:
+    """Return the weight of a 4-bit layer that multiplies inputs of `dtype` in that dtype, else None.
+
+    None, too, if the layer has hooks or patched code, if it has not quantized its weight yet, if a block of one scale
+    crosses rows (bitsandbytes 0.50.2 reads other scales then on a CPU), and if the bytes were laid out anew for a CPU.
+    """
+    if not is_4bit(layer) or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+        return None
+    state = vars(layer.weight).get("quant_state") or vars(layer).get("quant_state")
+    if state is None or getattr(state, "packing_format_for_cpu", False) or patched_class((type(layer),)) is not None:
+        return None
+    # The first input sets the dtype where none is set.
+    computes_in = layer.compute_dtype if layer.compute_type_is_set or dtype == torch.float16 else dtype
+    shape, is_known = torch.Size(state.shape), state.quant_type in ("nf4", "fp4")
+    # Versions before `gemm_4bit` round to the dtype of the weight that was quantized first.
+    rounds_twice = state.dtype != dtype and not hasattr(torch.ops.bitsandbytes, "gemm_4bit")
+    if computes_in not in (dtype, None) or not is_known or rounds_twice or len(shape) != 2:
+        return None
+    if shape != torch.Size((layer.out_features, layer.in_features)) or shape[1] % state.blocksize or state.code is None:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        data = layer.weight.detach().reshape(-1).view(torch.uint8)
+    nested = None
+    if state.nested:
+        nested = NestedScales(state.state2.code, state.state2.absmax, state.offset, state.state2.blocksize)
+    return Packed4Bit(data, shape, state.code, state.absmax, state.blocksize, nested)
 
 
 def _weight(linear: Any, dtype: torch.dtype) -> torch.Tensor | Packed4Bit:

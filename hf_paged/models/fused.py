@@ -32,7 +32,7 @@ from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache
 from hf_paged.kernels.lora.lora_expand import Delta, lora_expand
 from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store
 from hf_paged.models.base import AttentionMask, KVSpec, StepContext
-from hf_paged.models.copied_weights import can_be_copied
+from hf_paged.models.copied_weights import Groups, can_be_copied, has_4bit, is_4bit, may_have_4bit
 from hf_paged.models.executor import ModelExecutor, fields_of, plain_values
 from hf_paged.models.experts import ExpertsParts, ExpertsReader, apply_experts
 from hf_paged.models.layer_ops import FUSED, PLAIN, apply_head, is_plain_linear
@@ -40,7 +40,6 @@ from hf_paged.models.linears import HEAD, MLP_GROUP, QKV_GROUP, DecoderLinears, 
 from hf_paged.models.lora import is_loaded, is_patched, reads_tables
 from hf_paged.models.one_launch import OneLaunch, Rows, decoder_of, why_not
 from hf_paged.models.packed.dequantizing import Dequantizing, WeightsPlan, reads_packed
-from hf_paged.models.packed.four_bit import Groups, has_4bit, is_4bit, may_have_4bit
 from hf_paged.models.rope import RopeTable, longest_length
 from hf_paged.models.tuners import AdapterRows, apply_layer, inside_wrappers
 from hf_paged.parallel.group import SINGLE, ParallelGroup

@@ -14,15 +14,14 @@ from torch import nn
 
 from hf_paged.device.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.guards.snapshot import tensors_inside
-from hf_paged.kernels.layer.silu_mul import silu_mul_host
 from hf_paged.kernels.layer.linear_4bit import Packed4BitGroup
+from hf_paged.kernels.layer.silu_mul import silu_mul_host
 from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_silu_mul
-from hf_paged.models.copied_weights import CopiedWeights, Copies, can_be_copied
+from hf_paged.models.copied_weights import CopiedWeights, Copies, can_be_copied, is_4bit
 from hf_paged.models.layer_ops import PACKED, LayerOps, apply_linear, is_plain_linear, row_product
 from hf_paged.models.lora import AdaptedLayers, Adapters
 from hf_paged.models.merged import MergedWeight, keep_alive, merge
-from hf_paged.models.packed.dequantizing import WeightsPlan
-from hf_paged.models.packed.four_bit import is_4bit, packed_group
+from hf_paged.models.packed.dequantizing import WeightsPlan, packed_group
 from hf_paged.models.tuners import AdapterRows
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 
@@ -37,8 +36,9 @@ _FEW_ROWS = 8
 class LinearView(NamedTuple):
     """Linear layers over the same input, checked before, and what a step multiplies with in place of them.
 
-    `weight` [sum n_i, k] and `bias` are the layers' merged or cast ones, or `weight` has the 4-bit ones with their
-    biases; with None the layers' own are read in every step. With `lora` the layers are base layers, and the kernel that reads their product adds the LoRA update.
+    `weight` [sum n_i, k] and `bias` are the layers' merged or cast ones, or `weight` is their bytes of 4-bit numbers;
+    with None the layers' own are read in every step. With `lora` the layers are base layers, and the kernel that reads
+    their product adds the LoRA update.
     `linear` multiplies; it returns parts of the product (`linear_parts`) if the kernel that reads these sums them.
     """
 
@@ -184,8 +184,8 @@ class DecoderLinears:
         """Return the bytes of a plan's groups; where these lie as they did, the objects that there are."""
         found: dict[str, Packed4BitGroup] = {}
         scratch = None if self.copied is None else self.copied.scratch
-        for key, linears in plan.packed.items() if scratch is not None else ():
-            if (group := packed_group(linears, plan.dtype, scratch)) is not None:
+        for key, linears in plan.packed.items():
+            if scratch is not None and (group := packed_group(linears, plan.dtype, scratch)) is not None:
                 before = self._packed.get(key)
                 found[key] = before if before is not None and group.is_same(before) else group
         return found

@@ -183,15 +183,14 @@ def _weight_tile(weights, member, levels, shift, row, start, k_end, K, dtype: tl
     at = (row * (K // OF_SCALE) + start // OF_SCALE)[:, None] + block[None, :]
     word = (block * (OF // 8))[:, None] + tl.arange(0, OF // 8)[None, :]  # of eight values
     word_at = data + (row * (K // 8) + start // 8)[:, None, None] + word[None, :, :]
-    inside = None if EVEN_K else (start + block * OF < k_end)[None, :] & (row >= 0)[:, None]
-    words = tl.load(word_at, mask=None if EVEN_K else inside[:, :, None], other=None if EVEN_K else 0)
+    inside = ((start + block * OF < k_end) | EVEN_K)[None, :]
+    words = tl.load(word_at, mask=inside[:, :, None], other=0)
     if NESTED_BLOCK:
-        number = tl.load(scales + at, mask=inside, other=None if EVEN_K else 0).to(tl.int32)
-        outer = tl.load(_pick(weights, member, 4, COUNT) + at // NESTED_BLOCK, mask=inside,
-                        other=None if EVEN_K else 0.0)
+        number = tl.load(scales + at, mask=inside, other=0).to(tl.int32)
+        outer = tl.load(_pick(weights, member, 4, COUNT) + at // NESTED_BLOCK, mask=inside, other=0.0)
         scale = tl.load(_pick(weights, member, 3, COUNT) + number) * outer + shift
     else:
-        scale = tl.load(scales + at, mask=inside, other=None if EVEN_K else 0.0)
+        scale = tl.load(scales + at, mask=inside, other=0.0)
     # Of a word's bytes, first to last, the high half is the first value. Each join adds an inner dimension.
     high = tl.join(tl.join((words >> 4) & 15, (words >> 20) & 15), tl.join((words >> 12) & 15, (words >> 28) & 15))
     low = tl.join(tl.join(words & 15, (words >> 16) & 15), tl.join((words >> 8) & 15, (words >> 24) & 15))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from hf_paged.device.cuda import free_memory
-from hf_paged.kernels.layer.linear_4bit import runs_on, scratch_size
-from hf_paged.models.copied_weights import copied_bytes
-from hf_paged.models.packed.four_bit import Groups, has_4bit, packed_group
+from hf_paged.kernels.layer.linear_4bit import Packed4BitGroup, runs_on, scratch_size, why_not
+from hf_paged.models.copied_weights import Groups, copied_bytes, has_4bit, packed_weight
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +28,8 @@ class WeightsPlan(NamedTuple):
     """
 
     dtype: torch.dtype
-    copied: Groups = {}
-    packed: Groups = {}
+    copied: Groups = MappingProxyType({})
+    packed: Groups = MappingProxyType({})
     scratch: int = 0
 
     @property
@@ -105,10 +104,20 @@ def reads_packed(device: torch.device, dtype: torch.dtype) -> bool:
     return runs_on(device) and dtype in (torch.float16, torch.bfloat16)
 
 
-def packable(groups: Groups, dtype: torch.dtype, device: torch.device, head: str) -> Mapping[str, tuple[Any, ...]]:
+def packable(groups: Groups, dtype: torch.dtype, device: torch.device, head: str) -> Groups:
     """Return the groups of 4-bit layers whose bytes kernels read."""
     if not reads_packed(device, dtype):
         return {}
     nowhere = torch.empty(0, dtype=dtype, device="cpu")
     return {key: linears for key, linears in groups.items()
             if key != head and packed_group(linears, dtype, nowhere) is not None}
+
+
+def packed_group(linears: tuple[Any, ...], dtype: torch.dtype, scratch: torch.Tensor) -> Packed4BitGroup | None:
+    """Return 4-bit layers of one input as kernels multiply with them, or None if one is no layer that they take."""
+    weights = [packed for linear in linears if (packed := packed_weight(linear, dtype)) is not None]
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    whole = len(weights) == len(linears) and len(biases) in (0, len(linears))
+    if not whole or any(bias.dtype != dtype or not bias.is_contiguous() for bias in biases):
+        return None
+    return None if why_not(tuple(weights)) else Packed4BitGroup(tuple(weights), tuple(biases), scratch)
