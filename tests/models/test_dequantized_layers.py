@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from packed_models import Linear4bit, install, install_lora, quantize
+from packed_models import Linear4bit, install, qlora, quantize
 from support import HostMemory, assert_native_parity, batch, stock_copy, tiny_model
 from torch import nn
 
@@ -133,19 +133,6 @@ def test_what_computes_otherwise_runs_as_it_stands(packed, change):
 
 def test_a_patched_class_runs_as_it_stands(packed, forwards):
     assert not fused.can_be_copied({"a": (Linear4bit(nn.Linear(64, 8)),)}, torch.float32)
-
-
-def qlora(monkeypatch, compute_dtype=torch.float32):
-    """Return a model of 4-bit layers with two adapters; in `compute_dtype` but for the adapters."""
-    pytest.importorskip("peft")
-    from lora_models import with_adapter
-
-    kind = install_lora(monkeypatch)
-    model = with_adapter(with_adapter(tiny_model(**SHAPE).to(compute_dtype)), "second", 6, r=9)
-    for module in model.modules():
-        if type(module).__name__ == "Linear" and hasattr(module, "lora_A"):
-            module.__class__ = kind
-    return quantize(model, compute_dtype=compute_dtype)
 
 
 @pytest.mark.parametrize("dequantize", [True, False])

@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from packed_models import Linear4bit, QuantState, install, quantize
+from packed_models import Linear4bit, QuantState, install, qlora, quantize
 from support import HostMemory, assert_native_parity, batch, stock_copy, tiny_model
-from test_dequantized_layers import qlora
 from torch import nn
 
 import hf_paged

@@ -67,7 +67,7 @@ class Packed4BitGroup(NamedTuple):
         return packed_signature(self.weights), [bias.data_ptr() for bias in self.biases]
 
     def arguments(self) -> tuple[Any, ...]:
-        """Return what kernels are told of each weight: addresses, and its rows."""
+        """Return the kernels' argument of the weights: of each its tensors, and its rows."""
         biases = self.biases or (None,) * len(self.weights)
         return tuple(
             (weight.data, weight.code, weight.absmax, *(weight.nested[:3] if weight.nested else (None, None, None)),
@@ -169,7 +169,7 @@ def _shift(weights, member, NESTED_BLOCK: tl.constexpr, COUNT: tl.constexpr):
 def _table_text() -> str:
     """PTX that makes of a scale ($8) and 16 levels ($9 on) the 16 values, rounded, as bytes: of values 4 i to 4 i + 3
     the low ones in register 2 i, the high ones in the next."""
-    lines = ["{ .reg .f32 a, b; .reg .b32 p, q;"]
+    lines = ["{", ".reg .f32 a, b;", ".reg .b32 p, q;"]
     for i in range(0, 16, 4):
         for at, pair in ((i, "p"), (i + 2, "q")):
             lines += [f"mul.rn.f32 a, $8, ${9 + at}; mul.rn.f32 b, $8, ${10 + at}; cvt.rn.DTYPEx2.f32 {pair}, b, a;"]
@@ -182,7 +182,7 @@ def _values_text() -> str:
 
     A half of the word selects four bytes of the table's first half and of its second; a number's highest bit decides.
     """
-    lines = ["{ .reg .b32 s, u, m, a, b, l, h; shl.b32 u, $4, 4; and.b32 s, $4, 0x77777777;"]
+    lines = ["{", ".reg .b32 s, u, m, a, b, l, h;", "shl.b32 u, $4, 4; and.b32 s, $4, 0x77777777;"]
     for half, signs in enumerate(("0x9d8c", "0xbfae")):
         lines += [f"prmt.b32 m, $4, u, {signs};", *(["shr.u32 s, s, 16;"] if half else [])]
         for byte, name in enumerate("lh"):
