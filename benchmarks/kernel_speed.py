@@ -39,12 +39,14 @@ from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, PagedMetadata
 from hf_paged.kernels.attention.windowed import Windows, windowed_attention
+from hf_paged.kernels.dequantize_4bit import NestedScales, Packed4Bit
 from hf_paged.kernels.experts.down import down, down_triton
 from hf_paged.kernels.experts.gate_up import ExpertsConfig, gate_up, gate_up_triton
 from hf_paged.kernels.experts.join import join_experts_add_rms_norm
 from hf_paged.kernels.experts.route import new_arrivals, route
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
 from hf_paged.kernels.layer.linear import linear
+from hf_paged.kernels.layer.linear_4bit import SCRATCH_BYTES, Packed4BitGroup, linear_4bit
 from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store
 from hf_paged.kernels.layer.silu_mul import silu_mul
 from hf_paged.kernels.layer.store_kv import store_kv
@@ -268,6 +270,11 @@ def op_rows(copy: float) -> Iterable[dict[str, Any]]:
         weights = [torch.randn(hidden, hidden, **bf16) for _ in range(14)]
         calls = [partial(linear, torch.randn(rows, hidden, **bf16), weight) for weight in weights]
         yield _bandwidth_row(f"linear {rows} x 4096 x 4096", 2 * hidden * hidden, calls, copy)
+    packed = [_packed(hidden, hidden) for _ in range(14)]
+    for rows in (1, 16, 64, 256):  # 256: by pieces in a scratch
+        calls = [partial(linear_4bit, torch.randn(rows, hidden, **bf16), group) for group in packed]
+        nbytes = sum(t.nbytes for t in (packed[0].weights[0].data, packed[0].weights[0].absmax))
+        yield _bandwidth_row(f"linear_4bit {rows} x 4096 x 4096", nbytes, calls, copy)
     logits = [torch.randn(256, vocab, **bf16) for _ in range(6)]
     position = torch.zeros(256, dtype=torch.int64, device="cuda")
     for name, top_k, tail in (("temperature", 0, 0.0), ("top-k 50, top-p 0.9", 50, 0.1)):
@@ -277,6 +284,17 @@ def op_rows(copy: float) -> Iterable[dict[str, Any]]:
         rows_of = torch.arange(256, device="cuda")
         calls = [partial(sample_tokens, each, table, rows_of, position) for each in logits]
         yield _bandwidth_row(f"sample_tokens 256, {name}", 2 * 256 * vocab, calls, copy)
+
+
+def _packed(outputs: int, width: int) -> Packed4BitGroup:
+    """A weight of random numbers in blocks of 64, whose scales are nested."""
+    scales = outputs * width // 64
+    nested = NestedScales(torch.rand(256, device="cuda"), torch.rand(scales // 256, device="cuda"),
+                          torch.zeros(1, device="cuda"), 256)
+    sizes = outputs * width // 2, scales
+    data, absmax = (torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda") for size in sizes)
+    weight = Packed4Bit(data, torch.Size((outputs, width)), torch.randn(16, device="cuda"), absmax, 64, nested)
+    return Packed4BitGroup((weight,), (), torch.empty(SCRATCH_BYTES // 2, dtype=torch.bfloat16, device="cuda"))
 
 
 def expert_rows(copy: float, gemm: float) -> Iterable[dict[str, Any]]:

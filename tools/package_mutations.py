@@ -900,7 +900,7 @@ LORA_LAYERS = [
                     LORA_KERNEL_TESTS, "rounded_before and kernel"),
     PackageMutation("models/copied_weights.py", "if computes_in not in (dtype, None) or not is_known",
                     "if not is_known", "models/test_dequantized_layers.py", "computes_otherwise"),
-    PackageMutation("models/fused.py", "size <= _COPIED_SHARE * free_memory", "size <= free_memory",
+    PackageMutation("models/packed/dequantizing.py", "size <= _COPIED_SHARE * free_memory", "size <= free_memory",
                     "models/test_dequantized_layers.py", "half_of_the_free"),
     PackageMutation("models/one_launch.py", "linear.weight if view.weight is None else view.weight", "linear.weight",
                     "models/test_one_launch.py", "copies"),
