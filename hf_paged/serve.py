@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="localhost")
     server.add_argument("--port", type=int, default=8000)
+    server.add_argument("--max-body-bytes", type=_not_negative, metavar="N", help="bytes of a request. Left out: 64 MiB")
     server.add_argument("--enable-cors", action="store_true", help="let pages of any origin send requests")
     server.add_argument("--log-level", type=str.lower, choices=_LOG_LEVELS, default="warning", help="of transformers")
     server.add_argument("--served-model-name", nargs="+", metavar="NAME",
@@ -138,7 +139,7 @@ def serve(arguments: argparse.Namespace, program: str = "hf-paged serve") -> int
 
     from hf_paged.server.app import build_app
     from hf_paged.server.images import ImageLimits
-    from hf_paged.server.lifetime import EndingServer, OpenAnswers
+    from hf_paged.server.lifetime import MAX_BODY_BYTES, EndingServer, OpenAnswers
     from hf_paged.server.served_model import ServedModel, load_model
 
     logging.set_verbosity(logging.log_levels[arguments.log_level])
@@ -156,7 +157,8 @@ def serve(arguments: argparse.Namespace, program: str = "hf-paged serve") -> int
                          {**arguments.chat_template_kwargs, **keywords}, limits)
     served.warm_up()
     answers = OpenAnswers()
-    app = build_app(served, answers, enable_cors=arguments.enable_cors)
+    most = MAX_BODY_BYTES if arguments.max_body_bytes is None else arguments.max_body_bytes
+    app = build_app(served, answers, enable_cors=arguments.enable_cors, max_body_bytes=most)
     settings = uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="info")
     EndingServer(settings, answers).run()
     return 0
