@@ -130,8 +130,8 @@ def test_the_module_starts_the_server_of_its_arguments(monkeypatch, trained_path
     (tmp_path / "template").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert main([trained_path, "--continuous-batching", "--device", "cpu", "--dtype", "float32", "--port", "8123",
                  "--served-model-name", "tiny", "--max-model-len", "77", "--reasoning", "off",
-                 "--max-images", "3", "--max-image-bytes=100", "--max-body-bytes=200", "--chat-template-kwargs", '{"x": 1}',
-                 "--chat-template", str(tmp_path / "template")]) == 0
+                 "--max-images", "3", "--max-image-bytes=100", "--max-body-bytes=200",
+                 "--chat-template-kwargs", '{"x": 1}', "--chat-template", str(tmp_path / "template")]) == 0
     [(served, more)] = made
     try:
         assert (ran[0].port, served.names) == (8123, ["tiny"])

@@ -162,13 +162,14 @@ def active_names(model: Any, names: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(listed))
 
 
-def check_removable(model: Any, name: Any) -> None:
-    """Raise ValueError if `remove_adapter` would leave something of an adapter, or the model has none of this name."""
+def removable_name(model: Any, name: Any) -> str:
+    """Return the name of an adapter that `remove_adapter` removes whole; raises ValueError for any other."""
     known = _names_of(model)
     if name not in known:
         raise ValueError(f"name={name!r:.200}: expected one of "
                          f"{', '.join(map(repr, sorted(known))) or 'none, since the model has no adapter'}")
     _check_lora_alone(model, f"name={name!r:.200}", "delete_adapter", {name})
+    return name
 
 
 def _check_lora_alone(model: Any, given: str, method: str, merged: Collection[str] | None = None) -> None:

@@ -110,8 +110,8 @@ class EndsWithItsClient:
                 app.cancel()
                 await asyncio.wait((app,))
                 if client.num_bytes > most:
-                    reason = f"a body of {client.num_bytes:,} or more bytes, expected at most {most:,} (--max-body-bytes)"
-                    await answer.cut(scope, receive, reason, 413)
+                    expected = f"expected at most {most:,} (--max-body-bytes)"
+                    await answer.cut(scope, receive, f"a body of {client.num_bytes:,} or more bytes, {expected}", 413)
                 elif is_cut:
                     await answer.cut(scope, receive, REASON, 503)
             if not app.cancelled():
