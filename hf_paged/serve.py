@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="localhost")
     server.add_argument("--port", type=int, default=8000)
-    server.add_argument("--max-body-bytes", type=_not_negative, metavar="N", help="longer ones get 413. Left out: 64 MiB")
+    server.add_argument("--max-body-bytes", type=_not_negative, metavar="N", help="longer get 413. Left out: 64 MiB")
     server.add_argument("--enable-cors", action="store_true", help="let pages of any origin send requests")
     server.add_argument("--log-level", type=str.lower, choices=_LOG_LEVELS, default="warning", help="of transformers")
     server.add_argument("--served-model-name", nargs="+", metavar="NAME",
