@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, SimpleNamespace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,10 +52,7 @@ _ALLOCATIONS = frozenset({
 
 
 class _Missing(BaseException):
-    """A signal that a kernel is not compiled. Not an `Exception`, so that no code on its way catches it.
-
-    Its argument, if it has one, is the future of the kernel's compilation.
-    """
+    """A signal that a kernel is not compiled. Not an `Exception`, so that no code on its way catches it."""
 
 
 class _Watch:
@@ -164,13 +161,6 @@ class _FromDisk(_LaunchesNothing):
 
 
 class _Ahead(_FromDisk):
-    """A run that loads kernels from the disk; `_Missing` has the future of one that is compiled."""
-
-    def miss(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> NoReturn:
-        raise _Missing(_begin_ahead(key, compile, finalize))
-
-
-class _AllAhead(_FromDisk):
     """A run that loads kernels from the disk, and begins to compile all that are not there; it launches nothing."""
 
     def __init__(self) -> None:
@@ -442,36 +432,16 @@ def loaded(records: Iterable[str]) -> list[Callable[[], object]]:
     return missing
 
 
-def compiled_ahead(run: Callable[[], object]) -> Future[object]:
-    """Have the first kernel of ``run()`` that is not there compiled by another process, and wait for nothing.
+def compiled_ahead(run: Callable[[], object]) -> list[Future[object]]:
+    """Have all kernels of ``run()`` that are not there compiled by other processes, and wait for nothing.
 
-    `run` is called dry. What is compiled already, or lies in Triton's cache on the disk, is loaded at once. Done: the
-    kernel is there, or has the error of its compiler; if it was the only one that `run` launches, a launch finds all. A
-    program that ends does not wait either.
-    """
-    found: Future[object] = Future()
-    try:
-        if active_mode is None:
-            raise NotImplementedError("this version of triton does not compile asynchronously")
-        _Ahead().run(run)
-    except _Missing as missing:
-        future: Future[object] = missing.args[0]
-        return future
-    except Exception as error:
-        found.set_exception(error.with_traceback(None))
-    else:
-        found.set_result(None)
-    return found
-
-
-def compiled_aside(run: Callable[[], object]) -> list[Future[object]]:
-    """Have all kernels of ``run()``, a step, that are not there compiled by other processes, and wait for nothing.
-
-    `run` is called dry. Returns a future for each kernel, which is done when it is there, or has its compiler's error.
+    `run` is called dry. What is compiled already, or lies in Triton's cache on the disk, is loaded at once. Returns a
+    future for each other kernel, which is done when it is there, or has its compiler's error. A program that ends does
+    not wait either.
     """
     if active_mode is None:
         return []
-    ahead = _AllAhead()
+    ahead = _Ahead()
     with _Zeros():
         ahead.run(run)
     return ahead.missing
