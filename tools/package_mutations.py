@@ -824,8 +824,7 @@ PREFIXES = [
                     GROUPED_TESTS, "several_tiles"),
     PackageMutation(GROUPED, "                readable = readable & (position[None, :] >= row_begin[:, None])\n",
                     "                pass\n", GROUPED_TESTS, "several_tiles"),
-    PackageMutation(GROUPED, "tl.where(part < 0, tl.maximum(sink, -3.0e38), top)\n        total = tl.where(part < 0,"
-                    " 1.0, total)", "tl.maximum(sink, -3.0e38)\n        total += 1.0", GROUPED_TESTS,
+    PackageMutation(GROUPED, "loop_end, part < 0, BLOCK_M", "loop_end, part == part, BLOCK_M", GROUPED_TESTS,
                     "several_tiles"),
     PackageMutation(PLANNER, "window is None or longest <= window", "True",
                     "runner/test_attention_inputs.py", "windows"),
