@@ -14,7 +14,14 @@ from hf_paged.engine.ranks import interrupts
 from hf_paged.engine.ranks.commands import BeginWeightUpdate, GatherWeights
 from hf_paged.engine.ranks.weight_transfer import ActiveAdapters, NewAdapter, NoAdapter, WeightLoader, buckets
 from hf_paged.errors import PartlyLoadedError
-from hf_paged.parallel.adapters import active_names, add_adapter, read_adapter, removable_name, remove_adapter
+from hf_paged.parallel.adapters import (
+    active_names,
+    add_adapter,
+    follow_layers,
+    read_adapter,
+    removable_name,
+    remove_adapter,
+)
 from hf_paged.parallel.group import SINGLE
 
 
@@ -209,6 +216,7 @@ class WeightAccess(LockedCore):
             self._check_alike(message)
             with self._uninterrupted():  # no rank is left with other adapters
                 message.apply(self.model)
+                follow_layers(list(self.tuners), self.model)
                 self._commands.tell(message)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -190,6 +190,20 @@ def activate(model: Any, names: Sequence[str]) -> None:
         layer._active_adapter = list(names)
 
 
+def follow_layers(tuners: list[Any], model: Any) -> None:
+    """Let PeftModels and tuners around a model name the active adapters of its layers.
+
+    A PeftModel names one, also where none is active: its forward reads that one's config.
+    """
+    active = next((list(layer.active_adapters) for _, layer in _lora_layers(model)), [])
+    for tuner in tuners:
+        if hasattr(tuner, "get_base_model"):
+            known = [*active, tuner.active_adapter, *tuner.peft_config]
+            tuner.active_adapter = next((name for name in known if name in (*tuner.peft_config,)), [])
+        else:
+            tuner.active_adapter = active
+
+
 def layer_inside(module: nn.Module) -> Any:
     """Return the layer that layers of tuners, one around the other, wrap; None for a module that wraps none."""
     inner = getattr(module, "base_layer", None)
