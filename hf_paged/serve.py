@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="localhost")
     server.add_argument("--port", type=int, default=8000)
-    server.add_argument("--max-body-bytes", type=_not_negative, metavar="N", help="longer get 413. Left out: 64 MiB")
+    server.add_argument("--max-body-bytes", type=count, metavar="N", help="longer get 413. Left out: 64 MiB")
     server.add_argument("--enable-cors", action="store_true", help="let pages of any origin send requests")
     server.add_argument("--log-level", type=str.lower, choices=_LOG_LEVELS, default="warning", help="of transformers")
     server.add_argument("--served-model-name", nargs="+", metavar="NAME",
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chats.add_argument("--reasoning", choices=("on", "off", "auto"), default="auto",
                        help="enable_thinking of the chat template; auto: the template's own default")
     for name, meaning in _IMAGE_LIMITS.items():
-        chats.add_argument(f"--max-{name}", type=_not_negative, metavar="N", help=meaning)
+        chats.add_argument(f"--max-{name}", type=count, metavar="N", help=meaning)
     engine = parser.add_argument_group("engine (fields of PagedConfig, docs/options.md)")
     engine.add_argument("--engine", action="append", default=[], metavar="FIELD=VALUE",
                         help="set a field as its own option does, with a value as JSON or Python writes it")
@@ -88,10 +88,10 @@ def _meanings() -> dict[str, str]:
     return {name: " ".join(meaning.split()) for name, meaning in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def _not_negative(text: str) -> int:
+def count(text: str, least: int = 0) -> int:
     value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 0")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text}: expected at least {least}")
     return value
 
 

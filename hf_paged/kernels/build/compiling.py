@@ -140,9 +140,14 @@ class _DryRun(_LaunchesNothing):
 
 
 class _FromDisk(_LaunchesNothing):
-    """A run that loads kernels from the disk, up to the first one that is not there."""
+    """A run that loads kernels from the disk.
 
-    _name = ""
+    Args:
+        miss: called with Triton's key, compiler and finalizer of a kernel that is not there.
+    """
+
+    def __init__(self, miss: Callable[..., None]) -> None:
+        self._miss, self._name = miss, ""
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
         self._name = kernel.__name__
@@ -150,24 +155,10 @@ class _FromDisk(_LaunchesNothing):
 
     def submit(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object], *_: Any) -> Any:
         if not _lies_on_disk(key, self._name):
-            return self.miss(key, compile, finalize)
+            return self._miss(key, compile, finalize)
         kernel = compile()
         finalize(kernel)
         return kernel
-
-    def miss(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> Any:
-        """End the run at a kernel that is not on the disk."""
-        raise _Missing
-
-
-class _Ahead(_FromDisk):
-    """A run that loads kernels from the disk, and begins to compile all that are not there; it launches nothing."""
-
-    def __init__(self) -> None:
-        self.missing: list[Future[object]] = []
-
-    def miss(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> None:
-        self.missing.append(_begin_ahead(key, compile, finalize))
 
 
 def _begin_ahead(key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> Future[object]:
@@ -420,13 +411,10 @@ def loaded(records: Iterable[str]) -> list[Callable[[], object]]:
     if active_mode is None or not (records := list(records)):
         return missing
     wait([prepare_triton()])
-    run = _FromDisk()
     for record in records:
         try:
             launch = launch_of(record)
-            run.run(launch)
-        except _Missing:
-            missing.append(launch)
+            _FromDisk(lambda *_, launch=launch: missing.append(launch)).run(launch)
         except Exception as error:
             logger.info("hf_paged: a kernel of an earlier process is not loaded: %r", error)
     return missing
@@ -441,10 +429,10 @@ def compiled_ahead(run: Callable[[], object]) -> list[Future[object]]:
     """
     if active_mode is None:
         return []
-    ahead = _Ahead()
+    missing: list[Future[object]] = []
     with _Zeros():
-        ahead.run(run)
-    return ahead.missing
+        _FromDisk(lambda *kernel: missing.append(_begin_ahead(*kernel))).run(run)
+    return missing
 
 
 def is_dry() -> bool:
