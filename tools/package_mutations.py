@@ -719,7 +719,7 @@ ON_A_CPU = [
 CHOICE, PROMPTS = (f"attention/{name}.py" for name in ("choose_groups", "plan_prompts"))
 GROUPS_TESTS, PROMPTS_TESTS = (f"attention/test_{name}.py" for name in ("plan_groups", "plan_prompts"))
 GROUPED, PREFILL = (f"kernels/attention/{name}.py" for name in ("grouped", "prefill"))
-GROUPED_TESTS, PREFILL_TESTS = (f"kernels/attention/test_grouped_{name}.py" for name in ("decode", "prefill"))
+GROUPED_TESTS = "kernels/attention/test_grouped.py"
 SPLITS, SPLITS_TESTS = "attention/plan_decode.py", "attention/test_plan_decode.py"
 PLANNER, REGISTRY = "runner/attention_inputs.py", "attention/registry.py"
 
@@ -848,8 +848,7 @@ PREFIXES = [
                     GROUPED_TESTS, "several_tiles"),
     PackageMutation(GROUPED, "                readable = readable & (position[None, :] >= row_begin[:, None])\n",
                     "                pass\n", GROUPED_TESTS, "several_tiles"),
-    PackageMutation(GROUPED, "tl.where(part < 0, tl.maximum(sink, -3.0e38), top)\n        total = tl.where(part < 0,"
-                    " 1.0, total)", "tl.maximum(sink, -3.0e38)\n        total += 1.0", GROUPED_TESTS,
+    PackageMutation(GROUPED, "loop_end, part < 0, BLOCK_M", "loop_end, part == part, BLOCK_M", GROUPED_TESTS,
                     "several_tiles"),
     PackageMutation(PLANNER, "window is None or longest <= window", "True",
                     "runner/test_attention_inputs.py", "windows"),
@@ -879,9 +878,9 @@ PREFIXES = [
     PackageMutation(SHARES, " and not is_shared", "", PROMPTS_TESTS, "never_reaches"),
     PackageMutation(PROMPTS, " / max(share_of_layers, 1e-9)", "", PROMPTS_TESTS, "layers_that_see_nothing"),
     PackageMutation(PREFILL, "row_begin + (begin - row_begin) // BLOCK_N * BLOCK_N", "begin // BLOCK_N * BLOCK_N",
-                    PREFILL_TESTS, "random_trees"),
-    PackageMutation(PREFILL, "live & (part_top > float(\"-inf\"))[:, None]", "live", PREFILL_TESTS, "several_tiles"),
-    PackageMutation(PREFILL, "total * rescale + part_total * weight", "total * rescale + part_total", PREFILL_TESTS,
+                    GROUPED_TESTS, "random_trees"),
+    PackageMutation(PREFILL, "live & (part_top > float(\"-inf\"))[:, None]", "live", GROUPED_TESTS, "several_tiles"),
+    PackageMutation(PREFILL, "total * rescale + part_total * weight", "total * rescale + part_total", GROUPED_TESTS,
                     "several_tiles"),
     PackageMutation("runner/attention_inputs.py", "self.saved_prompt_positions = saved, self.saved_positions",
                     "self.saved_prompt_positions = self.saved_positions, saved", "runner/test_attention_inputs.py",

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from on_gpu import cuda
 from support import (
     assert_idle,
     assert_native_parity,
@@ -30,10 +31,6 @@ SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128}
 
 def on_gpu(dtype=torch.float32, **overrides):
     return tiny_model(**(SHAPE | overrides)).to("cuda", dtype)
-
-
-def cuda(inputs):
-    return {name: tensor.cuda() for name, tensor in inputs.items()}
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 from fake_driver import FakeDriver, lent_driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_gpu import cuda
 from support import assert_idle, assert_native_parity, batch, random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
 
@@ -401,10 +402,6 @@ def _greedy(engine, prompts):
 
 SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128}
 gpu = pytest.mark.gpu
-
-
-def cuda(inputs):
-    return {name: tensor.cuda() for name, tensor in inputs.items()}
 
 
 @pytest.fixture
