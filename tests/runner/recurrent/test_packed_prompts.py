@@ -154,16 +154,6 @@ def test_heads_that_do_not_fit_in_shared_memory_do_not_pack(dtype, packs, monkey
     assert executor.packs_prompts is packs
 
 
-def test_heads_and_dtypes_that_were_not_tried_on_a_gpu_do_not_pack(monkeypatch):
-    monkeypatch.setattr(delta_net, "fits", lambda *args: True)
-    layer, cuda = SimpleNamespace(head_k_dim=128, head_v_dim=128), torch.device("cuda")
-    assert all(delta_net.packs(layer, dtype, cuda) for dtype in (torch.bfloat16, torch.float16))
-    assert not delta_net.packs(layer, torch.float32, cuda)
-    assert delta_net.packs(layer, torch.float32, torch.device("cpu"))
-    for name in ("head_k_dim", "head_v_dim"):
-        assert not delta_net.packs(SimpleNamespace(**{**vars(layer), name: 64}), torch.bfloat16, cuda)
-
-
 def test_heads_of_mamba2_that_were_not_tried_on_a_gpu_do_not_pack(monkeypatch):
     monkeypatch.setattr(mamba2, "fits", lambda *args: True)
     layer, cuda = recurrent_model("Mamba2").backbone.layers[0].mixer, torch.device("cuda")
