@@ -3,8 +3,6 @@ in it, and which models have it. Without a GPU the kernels' references run."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from derived_models import assert_scored_as_stock
@@ -18,7 +16,7 @@ from hf_paged import PagedGenerator
 from hf_paged.kernels.attention.prefill import FULL_TILE
 from hf_paged.models import find_executor
 from hf_paged.models.derivation import recurrent_executor
-from hf_paged.models.recurrent import delta_net, mamba2
+from hf_paged.models.recurrent import mamba2
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.dry_runs import dry_runs
 from hf_paged.runner.memory import largest_step
