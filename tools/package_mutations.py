@@ -1632,9 +1632,9 @@ PROOFS = [
 
 RECURRENT, SAVED_TESTS = "runner/recurrent/recurrent_runner.py", "runner/recurrent/test_saved_states.py"
 PROMPT_ORDER, ORDER_TESTS = "runner/recurrent/prompt_order.py", "runner/recurrent/test_prompt_order.py"
-PACKED_TESTS, RULE_TESTS, CONVOLUTION_TESTS = (
-    "runner/recurrent/test_packed_prompts.py", "kernels/recurrent/test_packed_delta_rule.py",
-    "kernels/recurrent/test_packed_convolution.py")
+PACKED_TESTS, RULE_TESTS, CONVOLUTION_TESTS, SPACE_TESTS = (
+    "runner/recurrent/test_packed_prompts.py", *(
+        f"kernels/recurrent/test_packed_{name}.py" for name in ("delta_rule", "convolution", "mamba2")))
 SAVED_STATES = [
     PackageMutation(PROMPT_ORDER, "and (prompt.is_last_token or late.isdisjoint(reads))", "", SAVED_TESTS,
                     "of_one_step and Lfm2"),
@@ -1644,8 +1644,15 @@ SAVED_STATES = [
                     "not_known_by_its_code"),
     PackageMutation("models/derivation/recurrent_executor.py", "meta.seq_lens, meta.slots)",
                     "0 * meta.seq_lens, meta.slots)", PACKED_TESTS, "in_chunks"),
-    PackageMutation("kernels/recurrent/packed_delta_rule.py", " * tl.exp(last) + _dot", " + _dot", RULE_TESTS,
+    PackageMutation("kernels/recurrent/packed_delta_rule.py", " * tl.exp(last) + dot", " + dot", RULE_TESTS,
                     "float64"),
+    PackageMutation("kernels/recurrent/packed_mamba2.py", "state * exp(last, INTERPRETED) +", "state +", SPACE_TESTS,
+                    "float64"),
+    PackageMutation("kernels/recurrent/packed_mamba2.py", " + (a_rest + b_rest)", "", SPACE_TESTS, "decays"),
+    PackageMutation("models/recurrent/mamba2.py", "*layer.time_step_limit", "0.0, float('inf')", PACKED_TESTS,
+                    "limits_of_steps"),
+    PackageMutation("kernels/recurrent/grouped_rms_norm.py", "token * gate_token", "token * WIDTH",
+                    "kernels/recurrent/test_grouped_rms_norm.py", "the_kernel"),
     PackageMutation("kernels/recurrent/packed_convolution.py", "tl.where(kept < begin, old, new)", "new",
                     CONVOLUTION_TESTS, "the_kernel"),
     PackageMutation("kernels/recurrent/gated_rms_norm.py", "head // GROUP * gate_head", "head * gate_head",
