@@ -154,7 +154,7 @@ def _is_changed(module: nn.Module) -> bool:
     seen by it."""
     state = vars(module)
     return ("forward" in state or state.get("_compiled_call_impl") is not None
-            or any(state[name] and not all(map(only_captures, list(state[name].values()))) for name in _HOOKS))
+            or any(state.get(name) and not all(map(only_captures, list(state[name].values()))) for name in _HOOKS))
 
 
 def _first(output: Any) -> torch.Tensor:
