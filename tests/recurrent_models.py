@@ -46,6 +46,13 @@ CLASSES: dict[str, dict[str, Any]] = {
     "Qwen3_5": DELTA,
     "Qwen3_5Moe": DELTA | EXPERTS,
 }
+# Heads as published, for which there are kernels of packed prompts on a GPU.
+_DELTA_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_BAMBA_HEADS = {"mamba_n_heads": 2, "mamba_d_head": 64, "mamba_d_state": 128}
+PUBLISHED_HEADS: dict[str, dict[str, Any]] = dict.fromkeys(CLASSES, _DELTA_HEADS) | {
+    "Bamba": _BAMBA_HEADS, "GraniteMoeHybrid": _BAMBA_HEADS,
+    "Mamba2": {"num_heads": 2, "head_dim": 64, "state_size": 128},
+    "NemotronH": {"mamba_head_dim": 64, "ssm_state_size": 128}}
 WHOLE_PROMPTS = ("FalconMamba", "Jamba", "Mamba")
 CORE = ("Lfm2", "Qwen3Next", "Qwen3_5", "Mamba2", "NemotronH", "Bamba")
 

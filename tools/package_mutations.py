@@ -504,6 +504,30 @@ IMAGE_PROMPTS = [
     PackageMutation("engine/engine.py", "            self.forget_images()\n", "", IMAGES_ONCE_TESTS, "released_memory"),
 ]
 
+TOWERS, TOWERS_TESTS = f"{IMAGES}/tower_attention.py", f"{IMAGES}/test_tower_attention.py"
+WINDOWED, WINDOWED_TESTS = "kernels/attention/windowed.py", "kernels/attention/test_windowed.py"
+# Towers that attend to all windows at once.
+TOWER_ATTENTION = [
+    PackageMutation(TOWERS, "is_close(_first(made), _first(expected))", "True", TOWERS_TESTS,
+                    "is_proved and otherwise"),
+    PackageMutation(TOWERS, " and not any(map(_is_changed, (*above, *module.modules())))", "", TOWERS_TESTS,
+                    "makes_its_own_calls"),
+    PackageMutation(TOWERS, "if implementation_of(config) == STOCK and not", "if not", TOWERS_TESTS,
+                    "makes_its_own_calls and eager"),
+    PackageMutation(TOWERS, 'vars(config)["_attn', 'vars(module.config)["_attn', TOWERS_TESTS, "nobody_else"),
+    PackageMutation(TOWERS, '                vars(body)["_modules"] = before\n', "                pass\n", TOWERS_TESTS,
+                    "nobody_else"),
+    PackageMutation(TOWERS, "or causal or dropout", "or dropout", TOWERS_TESTS, "is_proved and causal"),
+    PackageMutation(TOWERS, "tokens == windows.num_tokens and ", "", TOWERS_TESTS, "own_error"),
+    PackageMutation(TOWERS, "if torch.is_grad_enabled() or", "if", TOWERS_TESTS, "gradients"),
+    PackageMutation(KNOWN_IMAGES, "self._attention.through(method, body)", "method", TOWERS_TESTS, "generate_attends"),
+    PackageMutation(WINDOWED, "    left = left % BLOCK_N\n", "    left = 0\n", WINDOWED_TESTS, "tail_of"),
+    PackageMutation(WINDOWED, "score = tl.where((n < left)", "score = tl.where((n < BLOCK_N)", WINDOWED_TESTS,
+                    "tail_of"),
+    PackageMutation(WINDOWED, "(head // group).to(tl.int64) * v_head", "head.to(tl.int64) * v_head", WINDOWED_TESTS,
+                    "share_keys"),
+]
+
 FED, SERVED_IMAGES = "integration/recognise/images.py", "server/images.py"
 GENERATOR_IMAGES_TESTS, SERVED_IMAGES_TESTS = "test_generator_images.py", "server/test_images.py"
 # Chats with images, of a generator and of the server.
@@ -875,7 +899,7 @@ LORA_LAYERS = [
                     LORA_KERNEL_TESTS, "rounded_before and kernel"),
     PackageMutation("models/copied_weights.py", "if computes_in not in (dtype, None) or not is_known",
                     "if not is_known", "models/test_dequantized_layers.py", "computes_otherwise"),
-    PackageMutation("models/fused.py", "size <= _COPIED_SHARE * free_memory", "size <= free_memory",
+    PackageMutation("models/packed/dequantizing.py", "size <= _COPIED_SHARE * free_memory", "size <= free_memory",
                     "models/test_dequantized_layers.py", "half_of_the_free"),
     PackageMutation("models/one_launch.py", "linear.weight if view.weight is None else view.weight", "linear.weight",
                     "models/test_one_launch.py", "copies"),

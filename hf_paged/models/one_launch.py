@@ -166,7 +166,7 @@ def decoder_of(layers: Sequence[Any], final_norm: Any, caches: Sequence[tuple[to
 def _weight_of(view: LinearView) -> torch.Tensor:
     """Return the weight of a view of one layer: its copy, if there is one."""
     (linear,) = view.linears
-    weight: torch.Tensor = linear.weight if view.weight is None else view.weight
+    weight: Any = linear.weight if view.weight is None else view.weight
     return weight
 
 

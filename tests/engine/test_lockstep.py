@@ -381,7 +381,10 @@ def test_a_pool_that_cannot_grow_in_the_middle_is_out_of_memory(model, monkeypat
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_captured_steps_give_what_eager_ones_give(beams, dtype):
-    """The decode graph that ends at the logits, over several padded sizes and a pool that moves in between."""
+    """The decode graph that ends at the logits, over several padded sizes and a pool that moves in between.
+
+    Padding rows give a product another kernel, and its sums another order.
+    """
     model, outputs = tiny_model().to("cuda", dtype), []
     for eager in (True, False):
         hf_paged.enable(model, strict=True, enforce_eager=eager)
@@ -394,7 +397,7 @@ def test_captured_steps_give_what_eager_ones_give(beams, dtype):
     for eager, captured in zip(*outputs, strict=True):
         assert_same_tensor(captured.sequences, eager.sequences)
         for a, b in zip(captured.scores, eager.scores, strict=True):
-            assert torch.allclose(a, b, rtol=1e-3, atol=1e-3)
+            assert torch.allclose(a, b, rtol=1e-3, atol=1e-3 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps)
 
 
 class Noting(LogitsProcessor):

@@ -13,6 +13,9 @@ from support import assert_native_parity, stock_copy, stock_generate
 import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
+from hf_paged.models.executor import view_of
+from hf_paged.models.images import tower_attention
+from hf_paged.models.images.tower_attention import TowerAttention
 
 pytestmark = pytest.mark.gpu
 STATES = [pytest.param(name, marks=with_idiom) for name in ("qwen3.5", "lfm2-vl")]
@@ -123,3 +126,29 @@ def test_chats_of_a_generator_equal_stock(name):
             assert [(one.prompt_token_ids, one.token_ids) for one in completions] == expected
         stats = generator.engine.stats()
         assert stats.prefix_cache_hits > 0 and stats.num_graphs_captured > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v", "kimi-k2.5"])
+@torch.no_grad()
+def test_towers_that_attend_at_once_are_as_exact_as_stocks(name, dtype, monkeypatch):
+    """Against float64, for which there is no kernel."""
+    launched, attend = [], tower_attention.windowed_attention
+    monkeypatch.setattr(tower_attention, "windowed_attention", lambda *given: launched.append(1) or attend(*given))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = seeing_model(name)
+    call = image_call(model, [["0", 4, "1", 2, "2"]])
+    images = {key: call[key].cuda() for key in ("pixel_values", "image_grid_thw")}
+
+    def rows(attention=None):
+        view = view_of(model.model, {})
+        encode = view.get_image_features if attention is None else attention.through(view.get_image_features, view)
+        cast = {key: value.to(model.dtype) if value.is_floating_point() else value for key, value in images.items()}
+        return torch.cat(list(encode(**cast).pooler_output)).double()
+
+    model.cuda().to(dtype)
+    stock, own = rows(), rows(TowerAttention())
+    assert launched
+    model.double()  # of the weights as they were rounded
+    exact = rows()
+    assert (own - exact).norm() <= 1.2 * (stock - exact).norm()

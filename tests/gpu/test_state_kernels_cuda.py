@@ -3,10 +3,11 @@ run decode steps and prompts by them."""
 
 from __future__ import annotations
 
+import packed_mamba2_cases
 import pytest
 import torch
 from packed_cases import assert_as_near, computed, mixed_of, packed, same
-from recurrent_models import outlined, recurrent_model, with_idiom
+from recurrent_models import PUBLISHED_HEADS, outlined, recurrent_model, with_idiom
 from support import assert_native_parity, batch, stock_generate
 
 import hf_paged
@@ -19,15 +20,15 @@ from hf_paged.kernels.recurrent.delta_net import (
     delta_net_triton,
 )
 from hf_paged.kernels.recurrent.gated_rms_norm import gated_rms_norm_reference, gated_rms_norm_triton
+from hf_paged.kernels.recurrent.grouped_rms_norm import grouped_rms_norm_reference, grouped_rms_norm_triton
 from hf_paged.kernels.recurrent.mamba2 import MAX_GROUPS, Mamba2Weights, mamba2_reference, mamba2_triton
 from hf_paged.kernels.recurrent.packed_convolution import packed_convolution_reference, packed_convolution_triton
 from hf_paged.kernels.recurrent.packed_delta_rule import fits, packed_delta_rule_triton
+from hf_paged.kernels.recurrent.packed_mamba2 import limits_in, packed_mamba2_triton
 from hf_paged.models.recurrent import delta_net as delta_net_layers
 from hf_paged.models.recurrent import mamba2 as mamba2_layers
 
 pytestmark = pytest.mark.gpu
-# Not what engines run: `delta_net.packs` leaves it out.
-NOT_RUN = pytest.mark.xfail(run=False, reason="kernels of packed prompts had CUDA errors with some sizes or dtypes")
 SIZES = [(16, 1, 128, 128), (16, 2, 128, 128), (2, 2, 16, 32), (3, 3, 64, 32)]  # heads of keys, of values each, K, V
 
 
@@ -130,8 +131,8 @@ def test_many_tokens_one_after_another():
     torch.testing.assert_close(found.recurrent, expected.recurrent, rtol=bound, atol=bound)
 
 
-PACKED = [pytest.param(size, dtype, marks=() if dtype.itemsize == 2 and size[2:] == (128, 128) else NOT_RUN)
-          for size in (*SIZES, (2, 1, 256, 64)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+PACKED = [(size, dtype) for size in (*SIZES, (2, 1, 256, 64))
+          for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 
 
 @pytest.mark.parametrize(("size", "dtype"), PACKED)
@@ -163,7 +164,7 @@ def test_packed_prompts_are_as_near_to_float64_as_the_reference(size, dtype):
     assert_as_near(case, mixed, made, states, least=torch.finfo(dtype).eps / 256 if dtype == torch.bfloat16 else 2e-6)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=NOT_RUN), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_prompts_whose_states_hardly_decay(dtype):
     """And keys that are all alike for a while."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -173,6 +174,33 @@ def test_long_prompts_whose_states_hardly_decay(dtype):
     mixed[500:700, 512:1024] = mixed[500:501, 512:1024]
     made, states = computed(packed_delta_rule_triton, case, mixed)
     assert_as_near(case, mixed, made, states, times=4.0, least=1e-4 if dtype == torch.bfloat16 else 5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [(80, 1, 64, 128), (128, 8, 64, 128), (64, 2, 64, 64)])  # heads, groups, P, N
+def test_packed_prompts_of_mamba2_are_as_near_to_float64_as_the_reference(size, dtype):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    low, high = limits_in(dtype, 0.001, 0.9)
+    case = packed_mamba2_cases.packed(dtype, low=low, high=high, device="cuda", **dict(
+        zip(("heads", "groups", "dim", "size"), size, strict=True)))
+    made, states = packed_mamba2_cases.computed(packed_mamba2_triton, case)
+    packed_mamba2_cases.assert_as_near(case, made, states, least=1e-6 if dtype == torch.float32 else 4e-6)
+    gate = torch.randn(len(made), made[0].numel() + 16, device="cuda").to(dtype)[:, 16:]
+    given = made.flatten(1), gate, gate[0].contiguous(), size[1], 1e-5
+    bound = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(grouped_rms_norm_triton(*given), grouped_rms_norm_reference(*given), rtol=bound,
+                               atol=bound)
+
+
+@pytest.mark.parametrize("a_log", [-9.0, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_prompts_of_mamba2_whatever_their_states_decay(dtype, a_log):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    case = packed_mamba2_cases.packed(dtype, counts=(3000, 64), earlier=(1, 0), heads=8, groups=1, dim=64, size=128,
+                                      device="cuda")
+    case.steps.a_log.fill_(a_log)
+    made, states = packed_mamba2_cases.computed(packed_mamba2_triton, case)
+    packed_mamba2_cases.assert_as_near(case, made, states, times=4.0, least=2e-6 if dtype == torch.float32 else 1e-5)
 
 
 @with_idiom
@@ -189,18 +217,21 @@ def test_engines_run_by_them(name, enforce_eager, monkeypatch):
     watch(delta_net_layers, "delta_net")
     watch(delta_net_layers, "packed_delta_rule")
     watch(mamba2_layers, "mamba2")
+    watch(mamba2_layers, "packed_mamba2")
     settings = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 256}
     if name.startswith("Qwen"):
         settings |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     elif name == "Bamba":
-        settings = {"head_dim": 64, "hidden_size": 256, "mamba_n_heads": 32}
+        settings |= PUBLISHED_HEADS[name] | {"mamba_n_heads": 8}
     elif name == "Mamba2":
-        settings = {}
+        settings = PUBLISHED_HEADS[name]
+    else:
+        settings |= PUBLISHED_HEADS[name]
     model = outlined(recurrent_model(name, **settings).to("cuda"))
     model = hf_paged.enable(model, strict=True, enforce_eager=enforce_eager)
     inputs = {key: tensor.cuda() for key, tensor in batch([30, 17, 70, 1]).items()}
     expected = stock_generate(model, **inputs, max_new_tokens=24)
     for _ in range(2):
         assert_native_parity(model, expected, **inputs, max_new_tokens=24)
-    assert len(set(seen)) == 1  # prompts in fp32 are not packed
+    assert len(set(seen)) == 1 + (not name.startswith("Qwen"))  # prompts of delta nets are not packed in fp32
     assert hf_paged.get_engine(model)._executor.why_not_kernels(model.device) is None

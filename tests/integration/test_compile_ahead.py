@@ -61,6 +61,7 @@ def test_an_engine_needs_no_key_that_was_not_compiled(tmp_path):
     assert served["known"] > 20
 
 
+PACKED = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "Mamba2", "NemotronH", "Bamba", "GraniteMoeHybrid")
 OTHER_STATES = sorted({*CLASSES} - {*CORE, "LaraMini", "Lfm3"})
 
 
@@ -77,7 +78,16 @@ def test_models_with_states_need_no_key_that_was_not_compiled(families, tmp_path
         assert missed(one) == [], name
         needed = {*one["served"]["keys"].values()}
         assert one["served"]["known"] > 8, "the engine's manifest is not the one that was written"
-        assert ("_packed_convolution_kernel" in needed) == (name in ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next"))
+        assert ("_packed_convolution_kernel" in needed) == (name in PACKED)
+        assert ("_scan_kernel" in needed) == (name in PACKED and not name.startswith("Qwen"))
+
+
+@pytest.mark.slow
+def test_images_need_no_key_that_was_not_compiled(tmp_path):
+    found, _ = run_script(tmp_path, tmp_path, "qwen2.5-vl", "glm4v")
+    for one in found.values():
+        seen = one["seen"]["keys"]
+        assert {*seen.values()} == {"_windowed_kernel"} and {*seen} <= {*one["compiled"]["keys"]}
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import service
 import torch
 import torch.distributed as dist
 from pretended_gpu import launched, variants
-from recurrent_models import outlined, recurrent_model
+from recurrent_models import PUBLISHED_HEADS, outlined, recurrent_model
 from service import SAMPLED, Service, nobodys_gpu, one_of_two, qwen3, qwen3_moe
 
 from hf_paged.config import PagedConfig
@@ -39,8 +39,6 @@ EDITS = {
     "typical": {"typical_p": 0.9},
 }
 
-# Of published models: for other heads there are no kernels of packed prompts.
-SIZES = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 FILTERED = Drawing(do_sample=True, temperature=0.6, top_p=0.9, top_k=50)
 REPETITION = Edits(**EDITS["repetition"])
 
@@ -165,7 +163,7 @@ def autocast() -> dict[str, Any]:
 
 def with_states(name: str) -> Any:
     many = {"num_experts": 64, "num_experts_per_tok": 8} if name == "Qwen3Next" else {}  # prompts' lengths choose tiles
-    model = recurrent_model(name, **SIZES, **many, max_position_embeddings=service.MOST_LENGTH)
+    model = recurrent_model(name, **PUBLISHED_HEADS[name], **many, max_position_embeddings=service.MOST_LENGTH)
     return outlined(model.to(torch.bfloat16))
 
 

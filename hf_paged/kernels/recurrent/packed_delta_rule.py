@@ -4,9 +4,6 @@
 In chunks of 64 tokens, by the form of "Parallelizing Linear Transformers with the Delta Rule" (Yang et al. 2024, arXiv
 2406.06484, section 3) with the decays of "Gated Delta Networks" (arXiv 2412.06464), as in flash-linear-attention and
 transformers. One launch inverts a triangular matrix for each chunk; the other goes through each row's chunks.
-
-Inputs have few bits, and their products are exact. What is float32 beside inputs in bfloat16 is cut into two bfloat16,
-which have 16 bits together: an error of 4e-6 in states, where outputs rounded to bfloat16 have one of 2e-3.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from hf_paged.kernels._triton import (
     triton,
 )
 from hf_paged.kernels.recurrent._convolution import exp, softplus
+from hf_paged.kernels.recurrent._products import dot, dot_both_wide, dot_wide
 from hf_paged.kernels.recurrent.delta_net import L2_EPS
 from hf_paged.kernels.recurrent.packed_convolution import PackedRows, rows_on_host
 
@@ -106,45 +104,6 @@ def packed_delta_rule_reference(mixed: torch.Tensor, gates: DeltaGates, states: 
 
 
 @jit()
-def _dot(a, b, INTERPRETED: tl.constexpr):
-    """The product of matrices of one dtype, whose products of two elements are exact."""
-    if INTERPRETED or a.dtype != tl.bfloat16:  # the interpreter takes bfloat16 for integers
-        made = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
-    else:
-        made = tl.dot(a, b)
-    return made
-
-
-@jit()
-def _cut(x):
-    """The two bfloat16 whose sum is nearest to float32 values."""
-    high = x.to(tl.bfloat16)
-    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
-
-
-@jit()
-def _dot_wide(a, b, INTERPRETED: tl.constexpr):
-    """The product of a matrix in the inputs' dtype and one in float32."""
-    if a.dtype == tl.bfloat16:
-        high, low = _cut(b)
-        made = _dot(a, high, INTERPRETED) + _dot(a, low, INTERPRETED)
-    else:
-        made = _dot(a, b, INTERPRETED)
-    return made
-
-
-@jit()
-def _dot_both_wide(a, b, CUTS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The product of matrices in float32."""
-    if CUTS:
-        high, low = _cut(a)
-        made = _dot_wide(high, b, INTERPRETED) + _dot(low, b.to(tl.bfloat16), INTERPRETED)
-    else:
-        made = _dot(a, b, INTERPRETED)
-    return made
-
-
-@jit()
 def _inverse(lower, SIZE: tl.constexpr, CUTS: tl.constexpr, INTERPRETED: tl.constexpr):
     """The inverse of the unit matrix plus a strictly lower triangular one, [SIZE, SIZE] float32.
 
@@ -155,8 +114,8 @@ def _inverse(lower, SIZE: tl.constexpr, CUTS: tl.constexpr, INTERPRETED: tl.cons
     for level in tl.static_range(1, 9):
         if (1 << level) < SIZE:
             below = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
-            product = _dot_both_wide(made, tl.where(below, lower, 0.0), CUTS, INTERPRETED)
-            made -= _dot_both_wide(product, made, CUTS, INTERPRETED)
+            product = dot_both_wide(made, tl.where(below, lower, 0.0), CUTS, INTERPRETED)
+            made -= dot_both_wide(product, made, CUTS, INTERPRETED)
     return made
 
 
@@ -202,7 +161,7 @@ def _chunks_kernel(
         tl.store(place + 2 * plane, key_scale, mask=real)
         below = (i[:, None] > i[None, :]) & real[:, None]
         decay = exp(tl.where(below, grown[:, None] - grown[None, :], 0.0), INTERPRETED)
-        weights = _dot(key, tl.trans(key), INTERPRETED) * (share * key_scale)[:, None] * key_scale[None, :] * decay
+        weights = dot(key, tl.trans(key), INTERPRETED) * (share * key_scale)[:, None] * key_scale[None, :] * decay
         made = _inverse(tl.where(below, weights, 0.0), CHUNK, CUTS, INTERPRETED) * share[None, :]
         tl.store(solved + (at * VALUE_HEADS + head)[:, None] * CHUNK + i[None, :], made, mask=real[:, None])
 
@@ -244,17 +203,17 @@ def _states_kernel(
             lines = solved + (at * VALUE_HEADS + head)[:, None] * CHUNK + i[None, :]
             matrix = tl.load(lines, mask=real[:, None], other=0.0)
             decay = tl.exp(grown)
-            lacking = value - (decay * key_scale)[:, None] * _dot_wide(key, state, INTERPRETED)
-            new = _dot_both_wide(matrix, lacking, CUTS, INTERPRETED)
+            lacking = value - (decay * key_scale)[:, None] * dot_wide(key, state, INTERPRETED)
+            new = dot_both_wide(matrix, lacking, CUTS, INTERPRETED)
             seen = (i[:, None] >= i[None, :]) & real[:, None]
             pairs = tl.exp(tl.where(seen, grown[:, None] - grown[None, :], 0.0))
-            scores = _dot(query, tl.trans(key), INTERPRETED) * query_scale[:, None] * key_scale[None, :] * pairs
-            made = (decay * query_scale)[:, None] * _dot_wide(query, state, INTERPRETED)
-            made += _dot_both_wide(tl.where(seen, scores, 0.0), new, CUTS, INTERPRETED)
+            scores = dot(query, tl.trans(key), INTERPRETED) * query_scale[:, None] * key_scale[None, :] * pairs
+            made = (decay * query_scale)[:, None] * dot_wide(query, state, INTERPRETED)
+            made += dot_both_wide(tl.where(seen, scores, 0.0), new, CUTS, INTERPRETED)
             line = out + (at * VALUE_HEADS + head)[:, None] * V + column + v[None, :]
             tl.store(line, made.to(out.dtype.element_ty), mask=real[:, None])
             kept = new * (tl.exp(last - grown) * key_scale)[:, None]
-            state = state * tl.exp(last) + _dot_wide(tl.trans(key), kept, INTERPRETED)
+            state = state * tl.exp(last) + dot_wide(tl.trans(key), kept, INTERPRETED)
         tl.store(states + k[:, None] * V + v[None, :], state)
 
 

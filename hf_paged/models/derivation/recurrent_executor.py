@@ -52,6 +52,11 @@ def _zeros(*args: Any, **options: Any) -> torch.Tensor:
     return torch.zeros_like(next(value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)))
 
 
+def _kind_of(layer: Any) -> Any:
+    """Return the file that has kernels for a layer that some file `handles`."""
+    return next(kind for kind in _KERNELS if kind.handles(layer))
+
+
 class RecurrentExecutor(DerivedExecutor):
     """Executor whose steps (`runner/recurrent`) are one prompt's next tokens, those of several if
     `packs_prompts`, or one token of each of several rows."""
@@ -117,16 +122,15 @@ class RecurrentExecutor(DerivedExecutor):
             paths = [path for path, reason in why.items() if reason is None]
             layers = [self.decoder.get_submodule(path) for path in paths]
             packs = len(layers) == len({state.key[0] for state in self.outline.states}) and all(
-                delta_net.handles(layer) and type(layer).__module__ == file
-                and delta_net.packs(layer, spec.compute_dtype, spec.device) for layer in layers)
+                type(layer).__module__ == file
+                and _kind_of(layer).packs(layer, spec.compute_dtype, spec.device) for layer in layers)
             self._by_kernel = structure, paths, packs
         return self._by_kernel[1:]
 
     def _forwards_by(self, forward_of: Callable[[Any], Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
         """Return the forwards by kernels of all layers that have them, by path below the decoder."""
         layers = {path: self.decoder.get_submodule(path) for path in self._known_kernels()[0]}
-        kinds = {path: next(kind for kind in _KERNELS if kind.handles(layer)) for path, layer in layers.items()}
-        return {path: partial(forward_of(kinds[path]), layer) for path, layer in layers.items()}
+        return {path: partial(forward_of(_kind_of(layer)), layer) for path, layer in layers.items()}
 
     def _left_out(self) -> dict[str, Callable[..., Any]]:
         """Return forwards that compute nothing of all layers with states, by path below the decoder: their own have no
@@ -183,7 +187,7 @@ class RecurrentExecutor(DerivedExecutor):
             by_layer[state.key[0]] += state.nbytes
         if self.packs_prompts:
             layer = self.decoder.get_submodule(self._known_kernels()[0][0])
-            return super().step_bytes(num_tokens, num_rows) + num_tokens * delta_net.token_bytes(
+            return super().step_bytes(num_tokens, num_rows) + num_tokens * _kind_of(layer).token_bytes(
                 layer, spec.compute_dtype)
         gathered = 0 if self.why_not_kernels(spec.device) is None else 2 * num_rows * max(by_layer.values())
         return super().step_bytes(num_tokens, num_rows) + spec.state_bytes + gathered

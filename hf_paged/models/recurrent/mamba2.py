@@ -1,6 +1,7 @@
-"""Layers of Mamba-2 by hf_paged's kernel in decode steps: what it reads of a layer, and why its own module runs.
+"""Layers of Mamba-2 by hf_paged's kernels: what they read of a layer, and why its own module runs.
 
-Projections and the norm run by their own modules; what lies between them is one launch on the rows' slots.
+Projections run by their own modules; what lies between them is one launch on the rows' slots in decode steps, before a
+norm by its own module, and three in packed prompts, without a copy of states.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.kernels.recurrent.grouped_rms_norm import grouped_rms_norm
 from hf_paged.kernels.recurrent.mamba2 import Mamba2Weights, mamba2, takes_sizes
+from hf_paged.kernels.recurrent.packed_convolution import packed_convolution
+from hf_paged.kernels.recurrent.packed_mamba2 import Steps, fits, limits_in, packed_mamba2
 from hf_paged.models.base import StateShape
 from hf_paged.models.recurrent.plain_weights import unlike_layers, unlike_states
 from hf_paged.models.recurrent.view import StateView
@@ -21,6 +25,9 @@ _LAYERS = {(f"transformers.models.{package}.modeling_{package}", name) for packa
     ("bamba", "BambaMixer"), ("granitemoehybrid", "GraniteMoeHybridMambaLayer"), ("mamba2", "Mamba2Mixer"),
     ("nemotron_h", "NemotronHMamba2Mixer"), ("zamba2", "Zamba2MambaMixer"),
 )}
+
+# Of a head and its states, as published, with which the kernel of packed prompts was tried on a GPU.
+_TRIED_SIZES = {(64, 64), (64, 128)}
 
 
 def handles(module: nn.Module) -> bool:
@@ -38,6 +45,35 @@ def decode(layer: Any, hidden_states: torch.Tensor, cache: StateView, **_: Any) 
     made = mamba2(mixed[:, 0], dt[:, 0], weights, lines.states, lines.arrivals, lines.slots, lines.lengths)
     output: torch.Tensor = layer.out_proj(layer.norm(made[:, None], gate).to(hidden_states.dtype))
     return output
+
+
+def prompts(layer: Any, hidden_states: torch.Tensor, cache: StateView, **_: Any) -> torch.Tensor:
+    """Compute such a layer on the tokens of a cache's packed rows: [1, T, H] -> [1, T, H]."""
+    shared = layer.n_groups * layer.ssm_state_size
+    gate, *parts, dt = layer.in_proj(hidden_states)[0, :, None].split(
+        [layer.intermediate_size, layer.intermediate_size, shared, shared, layer.num_heads], -1)
+    states, rows = cache.lines(layer.layer_idx).states, cache.packed
+    assert rows is not None
+    mixed = packed_convolution(parts, layer.conv1d.weight, layer.conv1d.bias, states.conv, rows)
+    steps = Steps(dt[:, 0], layer.A_log, layer.D, layer.dt_bias, *limits_in(dt.dtype, *layer.time_step_limit))
+    made, norm = packed_mamba2(mixed, steps, states.recurrent, rows).flatten(1), layer.norm
+    made = grouped_rms_norm(made, gate[:, 0], norm.weight, made.shape[1] // norm.group_size, norm.variance_epsilon)
+    output: torch.Tensor = layer.out_proj(made[None])
+    return output
+
+
+def packs(layer: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether `prompts` computes this layer of which `misfit` finds none; on a GPU, with sizes of published
+    models alone."""
+    norm, sizes = layer.norm, (layer.head_dim, layer.ssm_state_size)
+    is_of_file = type(norm).__module__ == type(layer).__module__ and type(norm).__name__.endswith("RMSNormGated")
+    is_known = is_of_file and not [*unlike_layers((norm,), {"norm": norm.weight}, {}, dtype)]
+    return is_known and (device.type != "cuda" or sizes in _TRIED_SIZES) and fits(layer.ssm_state_size, device)
+
+
+def token_bytes(layer: Any, dtype: torch.dtype) -> int:
+    """Return the bytes that `prompts` takes for each token, besides what projections make."""
+    return dtype.itemsize * (layer.conv_dim + layer.intermediate_size) + 4 * layer.intermediate_size
 
 
 def misfit(layer: Any, states: tuple[StateShape, ...], dtype: torch.dtype) -> str | None:

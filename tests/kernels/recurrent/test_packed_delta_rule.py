@@ -143,4 +143,5 @@ def test_the_kernels_of_packed_prompts_compile(tmp_path):
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert "failed: []" in done.stdout, done.stderr
     assert {path.stem for path in tmp_path.rglob("*.cubin")} == {
-        "_packed_convolution_kernel", "_chunks_kernel", "_states_kernel", "_gated_rms_norm_kernel"}
+        "_packed_convolution_kernel", "_chunks_kernel", "_states_kernel", "_gated_rms_norm_kernel", "_scan_kernel",
+        "_grouped_rms_norm_kernel"}

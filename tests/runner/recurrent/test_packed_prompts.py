@@ -3,8 +3,6 @@ in it, and which models have it. Without a GPU the kernels' references run."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from derived_models import assert_scored_as_stock
@@ -18,7 +16,7 @@ from hf_paged import PagedGenerator
 from hf_paged.kernels.attention.prefill import FULL_TILE
 from hf_paged.models import find_executor
 from hf_paged.models.derivation import recurrent_executor
-from hf_paged.models.recurrent import delta_net
+from hf_paged.models.recurrent import mamba2
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.dry_runs import dry_runs
 from hf_paged.runner.memory import largest_step
@@ -32,7 +30,8 @@ SYSTEM, QUESTION, OTHER = random_prompts([37, 14, 9])
 PROMPTS = random_prompts([30, 5, 17, 1, 70, 2])
 
 
-@pytest.fixture(params=["Qwen3_5", "Qwen3Next", pytest.param("Qwen3_5Moe", marks=pytest.mark.slow)])
+@pytest.fixture(params=["Qwen3_5", "Qwen3Next", "Mamba2", "NemotronH", "Bamba", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3_5Moe", "GraniteMoeHybrid"))])
 def model(request, forwards):
     return outlined(recurrent_model(request.param))
 
@@ -136,8 +135,8 @@ def test_which_models_pack(monkeypatch):
 
     assert not packs("Qwen3_5")  # on a CPU
     monkeypatch.setattr(recurrent_executor, "why_not_on", lambda device: None)
-    names = "Qwen3_5", "Qwen3Next", "Mamba2", "Lfm2", "OlmoHybrid"
-    assert [packs(name) for name in names] == [True, True, False, False, False]
+    names = "Qwen3_5", "Qwen3Next", "Mamba2", "NemotronH", "Lfm2", "OlmoHybrid"
+    assert [packs(name) for name in names] == [True, True, True, True, False, False]
     executor, _model = executor_of("Qwen3_5")
     executor.autocast = torch.bfloat16
     assert not executor.packs_prompts
@@ -153,34 +152,39 @@ def test_heads_that_do_not_fit_in_shared_memory_do_not_pack(dtype, packs, monkey
     assert executor.packs_prompts is packs
 
 
-def test_heads_and_dtypes_that_were_not_tried_on_a_gpu_do_not_pack(monkeypatch):
-    monkeypatch.setattr(delta_net, "fits", lambda *args: True)
-    layer, cuda = SimpleNamespace(head_k_dim=128, head_v_dim=128), torch.device("cuda")
-    assert all(delta_net.packs(layer, dtype, cuda) for dtype in (torch.bfloat16, torch.float16))
-    assert not delta_net.packs(layer, torch.float32, cuda)
-    assert delta_net.packs(layer, torch.float32, torch.device("cpu"))
-    for name in ("head_k_dim", "head_v_dim"):
-        assert not delta_net.packs(SimpleNamespace(**{**vars(layer), name: 64}), torch.bfloat16, cuda)
+def test_heads_of_mamba2_that_were_not_tried_on_a_gpu_do_not_pack(monkeypatch):
+    monkeypatch.setattr(mamba2, "fits", lambda *args: True)
+    layer, cuda = recurrent_model("Mamba2").backbone.layers[0].mixer, torch.device("cuda")
+    assert mamba2.packs(layer, torch.float32, torch.device("cpu")) and not mamba2.packs(layer, torch.float32, cuda)
+    for layer.head_dim, layer.ssm_state_size in ((64, 64), (64, 128)):
+        assert mamba2.packs(layer, torch.float32, cuda)
+    layer.norm.register_forward_hook(lambda *args: None)
+    assert not mamba2.packs(layer, torch.float32, cuda)
 
 
-@pytest.mark.parametrize("change", [
-    lambda model: model.model.layers[2].linear_attn.conv1d.register_forward_hook(lambda *args: None),
-    lambda model: setattr(model.model, "__class__", type("Qwen3_5TextModel", (type(model.model),), {})),
-], ids=["a layer with a hook", "a decoder of another file"])
-def test_a_model_that_is_not_known_by_its_code_does_not_pack(change, monkeypatch):
+@pytest.mark.parametrize(("name", "change"), [
+    ("Qwen3_5", lambda model: model.model.layers[2].linear_attn.conv1d.register_forward_hook(lambda *args: None)),
+    ("Qwen3_5", lambda model: setattr(model.model, "__class__", type("Qwen3_5TextModel", (type(model.model),), {}))),
+    ("Mamba2", lambda model: model.backbone.layers[1].mixer.norm.register_forward_pre_hook(lambda *args: None)),
+    ("Mamba2", lambda model: setattr(model.backbone.layers[1].mixer, "norm", torch.nn.RMSNorm(128))),
+], ids=["a layer with a hook", "a decoder of another file", "a norm with a hook", "another norm"])
+def test_a_model_that_is_not_known_by_its_code_does_not_pack(name, change, monkeypatch):
     monkeypatch.setattr(recurrent_executor, "why_not_on", lambda device: None)
-    executor, model = executor_of("Qwen3_5")
+    executor, model = executor_of(name)
     change(model)
     assert not executor.packs_prompts
 
 
-def test_the_room_of_a_step_counts_what_kernels_put_down(monkeypatch):
-    (_, model), sizes = executor_of("Qwen3_5"), []
+@pytest.mark.parametrize(("name", "per_token"), [
+    ("Qwen3_5", 4 * (2 * 2 * 16 + 4 * 16 + 2 * 4 * 16) + 4 * 4 * 67),
+    ("Mamba2", 4 * (128 + 2 * 2 * 16 + 2 * 128)),
+])
+def test_the_room_of_a_step_counts_what_kernels_put_down(name, per_token, monkeypatch):
+    (_, model), sizes = executor_of(name), []
     for reason in ("a test", None):
         monkeypatch.setattr(recurrent_executor, "why_not_on", lambda device, reason=reason: reason)
         executor = find_executor(model)(model)
         sizes.append(executor.step_bytes(101, 1) - executor.step_bytes(1, 1))
-    per_token = 4 * (2 * 2 * 16 + 4 * 16 + 2 * 4 * 16) + 4 * 4 * 67
     assert sizes[1] - sizes[0] == 100 * per_token
 
 
