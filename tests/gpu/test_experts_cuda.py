@@ -9,7 +9,7 @@ import torch
 from derived_models import CLASSES, derived_model
 from family_models import family_model
 from on_gpu import assert_logits_are_as_near_as_stocks, cuda_batch
-from support import random_prompts, stock_copy
+from support import random_prompts, run_out, stock_copy
 from transformers import GenerationConfig, GptOssConfig, LogitsProcessorList, Qwen3MoeConfig
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
@@ -266,8 +266,7 @@ def test_lockstep_calls_change_nothing_of_the_model(variant, num_beams):
     for _ in range(3):
         model.generate(**cuda_batch([20, 13]), max_new_tokens=4, num_beams=num_beams, do_sample=False,
                        logits_processor=LogitsProcessorList([processor]))
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     stats = engine.stats()
     assert set(names) == {"grouped_mm"}
     assert stats.weights_version == 0

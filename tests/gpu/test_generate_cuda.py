@@ -19,6 +19,7 @@ from support import (
     stock_generate,
     tiny_model,
 )
+from threads import run_threads
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_paged
@@ -260,10 +261,7 @@ def test_two_threads_on_one_model():
         results[i] = model.generate(**batches[i], max_new_tokens=30)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    run_threads(threads)
     for actual, wanted in zip(results, expected, strict=True):
         assert_same_tensor(actual, wanted)
     assert_idle(model)
