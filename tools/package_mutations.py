@@ -600,8 +600,10 @@ MODELS = [
     PackageMutation("models/tuners.py", " and kind != WRAPPER:", ":", PEFT_EXPERTS_TESTS, "rows_of_their_own"),
     PackageMutation("models/executor.py", "{**self._folded_forwards(), **forwards}", "{**forwards}",
                     PEFT_EXPERTS_TESTS, "trained_adapters and gpt"),
-    PackageMutation("kernels/experts/fold.py", "(scale * update).to(w.dtype).to(tl.float32)", "scale * update",
+    PackageMutation("kernels/experts/fold.py", "    if S.rounds_update:\n", "    if False:\n",
                     "kernels/experts/test_fold.py", "before_and_behind"),
+    PackageMutation("kernels/experts/fold.py", "is_transposed or rank % 8 == 0", "True", "kernels/experts/test_fold.py",
+                    "before_and_behind"),
     PackageMutation(RANK_PARTS, "if own not in (call, divided):", "if False:", RANK_PARTS_TESTS, "calls_that_are_not"),
     PackageMutation(RANK_PARTS, "if (worst := distance(found, logits)) >= TOLERANCE:",
                     "if (worst := distance(found, logits)) >= 1e9:", RANK_PARTS_TESTS, "do_not_add_up"),
@@ -891,7 +893,7 @@ LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
 LORA_KERNEL_TESTS = "kernels/lora/test_lora_kernels.py"
 
 LINEAR_4BIT, LINEAR_4BIT_TESTS = "kernels/layer/linear_4bit.py", "kernels/layer/test_linear_4bit.py"
-PACKED_TESTS = "models/test_packed_layers.py"
+PACKED_LAYERS_TESTS = "models/test_packed_layers.py"
 
 LORA_LAYERS = [
     PackageMutation(LORA, "if len({layer.rounds_delta for layer in found.values()}) <= 1:", "if True:",
@@ -904,10 +906,10 @@ LORA_LAYERS = [
                     "if not is_known", "models/test_dequantized_layers.py", "computes_otherwise"),
     PackageMutation("models/packed/dequantizing.py", "size <= _COPIED_SHARE * free_memory", "size <= free_memory",
                     "models/test_dequantized_layers.py", "half_of_the_free"),
-    PackageMutation("models/packed/dequantizing.py", "if whole and has_4bit(rest):", "if False:", PACKED_TESTS,
+    PackageMutation("models/packed/dequantizing.py", "if whole and has_4bit(rest):", "if False:", PACKED_LAYERS_TESTS,
                     "another_kind_leave_all"),
     PackageMutation("models/linears.py", "before if before is not None and group.is_same(before) else group",
-                    "before or group", PACKED_TESTS, "trainer_writes"),
+                    "before or group", PACKED_LAYERS_TESTS, "trainer_writes"),
     PackageMutation(LINEAR_4BIT, "tl.where(split == 0, bias, 0.0)", "bias", LINEAR_4BIT_TESTS, "parts_add_up"),
     PackageMutation(LINEAR_4BIT, "ends[first] > most_rows", "ends[first] >= most_rows", LINEAR_4BIT_TESTS, "pieces"),
     PackageMutation(LINEAR_4BIT, "n // 8 % 2 * (8 * WARPS) + n // 16 % WARPS * 8", "n // 8 % (2 * WARPS) * 8",
@@ -1670,7 +1672,7 @@ SAVED_STATES = [
                     "kernels/recurrent/test_gated_rms_norm.py", "the_kernel"),
     PackageMutation("runner/recurrent/saved_states.py", "    if move.block_id != NULL_BLOCK_ID:\n        for tensor",
                     "    if False:\n        for tensor", SAVED_TESTS, "the_same_prompt and Lfm2"),
-    PackageMutation("runner/recurrent/state_pool.py", "            tensor[slot] = states[key]\n", "            pass\n",
+    PackageMutation("runner/recurrent/state_pool.py", "        self._lines[slot] = states\n", "        pass\n",
                     SAVED_TESTS, "a_chat and Mamba2"),
 ]
 
@@ -1708,8 +1710,11 @@ STATES_ON_A_GPU = [
                     "as_long_as_a_step and Jamba"),
     PackageMutation("kernels/build/absent_gpu.py", "return refused | {", "return {",
                     "kernels/build/test_absent_gpu.py", "is_refused"),
-    PackageMutation(RECURRENT, "        if not 0 < count < len(rows):", "        if True:", STATE_GRAPHS,
-                    "replay_graphs and Lfm2"),
+    PackageMutation(RECURRENT, "        if count == len(rows) or self._fed.feeds(plan):", "        if True:",
+                    STATE_GRAPHS, "replay_graphs and Lfm2"),
+    PackageMutation(RECURRENT, "or ends != plan.samples.tolist()", "", STATE_GRAPHS, "last_tokens and Lfm2"),
+    PackageMutation("runner/recurrent/prompt_order.py", "return 0 < (self.saves", "return 0 <= (self.saves",
+                    STATE_GRAPHS, "last_tokens and Lfm2"),
     PackageMutation(DELTA_NET, "        length = tl.load(lengths + row)", "        pass",
                     DELTA_NET_TESTS, "the_kernel"),
 ]

@@ -11,7 +11,7 @@ from hf_paged.kernels._triton import jit, tl
 
 
 class LayerStates(NamedTuple):
-    """States of a layer in S slots, contiguous.
+    """States of a layer in S slots, each contiguous.
 
     Attributes:
         conv: ``[S, C, T]``, the inputs' dtype: the last T inputs of each of C channels.
@@ -20,6 +20,10 @@ class LayerStates(NamedTuple):
 
     conv: torch.Tensor
     recurrent: torch.Tensor
+
+    @property
+    def slot_strides(self) -> tuple[int, int]:
+        return self.conv.stride(0), self.recurrent.stride(0)
 
 
 @jit()

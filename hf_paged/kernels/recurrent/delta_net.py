@@ -120,10 +120,10 @@ def _sigmoid(x, INTERPRETED: tl.constexpr):
 @jit(varying_pointers=("slots", "lengths"))
 def _delta_net_kernel(
     query, key, value, gate, alpha, beta, conv_weight, a_log, dt_bias, norm_weight, conv_states, states, slots, lengths,
-    out, query_row, query_head, key_row, key_head, value_row, value_head, gate_row, gate_head, alpha_row, alpha_head,
-    beta_row, beta_head, eps, HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, ROOT: tl.constexpr, L2_EPS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    out, conv_slot, state_slot, query_row, query_head, key_row, key_head, value_row, value_head, gate_row, gate_head,
+    alpha_row, alpha_head, beta_row, beta_head, eps, HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, ROOT: tl.constexpr, L2_EPS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Programs: by head of keys, and by row. Each goes through states of its heads of values by tiles [K, BLOCK]."""
     after_previous_kernel(PDL)
@@ -139,8 +139,8 @@ def _delta_net_kernel(
         length = tl.load(lengths + row)
     if length > 0:
         slot = tl.load(slots + row).to(tl.int64)
-        conv_states += slot * (HEADS * (2 * K + GROUP * V) * TAPS)
-        at = (slot * HEADS + head) * (GROUP * K * V) + k[:, None] * V + v[None, :]
+        conv_states += slot * conv_slot
+        at = slot * state_slot + head * (GROUP * K * V) + k[:, None] * V + v[None, :]
         state = tl.load(states + at)
         query_at = query + row * query_row + head * query_head + k
         q = convolved_in_place(conv_states, conv_weight, None, head * K + k, tl.load(query_at), TAPS, False,
@@ -202,7 +202,8 @@ def delta_net_triton(inputs: DeltaNetInputs, weights: DeltaNetWeights, states: L
     strides = (stride for tensor in inputs for stride in tensor.stride()[:2])
     with on_device_of(out):
         _delta_net_kernel[(heads, num_rows)](
-            *inputs, *weights[:4], *states, slots, slots if lengths is None else lengths, out, *strides, weights.eps,
+            *inputs, *weights[:4], *states, slots, slots if lengths is None else lengths, out, *states.slot_strides,
+            *strides, weights.eps,
             HEADS=heads, GROUP=group, K=key_dim, V=value_dim, TAPS=weights.conv.shape[-1], BLOCK=min(block, value_dim),
             ROOT=key_dim**0.5, L2_EPS=L2_EPS, HAS_LENGTHS=lengths is not None,
             INTERPRETED=triton.knobs.runtime.interpret, num_warps=num_warps, enable_fp_fusion=False,

@@ -96,10 +96,10 @@ def mamba2_reference(mixed: torch.Tensor, dt: torch.Tensor, weights: Mamba2Weigh
 
 @jit(varying_pointers=("slots", "lengths"))
 def _mamba2_kernel(
-    mixed, dt, conv_weight, conv_bias, a_log, d, dt_bias, conv_states, states, arrivals, slots, lengths, out, mixed_row,
-    dt_row, HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, TAPS: tl.constexpr,
-    BLOCK: tl.constexpr, MAX_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    mixed, dt, conv_weight, conv_bias, a_log, d, dt_bias, conv_states, states, arrivals, slots, lengths, out, conv_slot,
+    state_slot, mixed_row, dt_row, HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr, MAX_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Programs: by head and BLOCK of its P channels, and by row. Those of a group read its channels of B and C, whose
     new inputs the last of them writes."""
@@ -117,9 +117,9 @@ def _mamba2_kernel(
         length = tl.load(lengths + row)
     if length > 0:
         slot = tl.load(slots + row).to(tl.int64)
-        conv_states += slot * ((HEADS * P + 2 * GROUPS * SIZE) * TAPS)
+        conv_states += slot * conv_slot
         mixed += row * mixed_row
-        at = (slot * HEADS + head) * (P * SIZE) + p[:, None] * SIZE + n[None, :]
+        at = slot * state_slot + head * (P * SIZE) + p[:, None] * SIZE + n[None, :]
         state = tl.load(states + at)
         b_channel = HEADS * P + group * SIZE + n
         c_channel = b_channel + GROUPS * SIZE
@@ -166,9 +166,10 @@ def mamba2_triton(mixed: torch.Tensor, dt: torch.Tensor, weights: Mamba2Weights,
         return out
     with on_device_of(out):
         _mamba2_kernel[(heads * dim // block, num_rows)](
-            mixed, dt, *weights, *states, arrivals, slots, slots if lengths is None else lengths, out, mixed.stride(0),
-            dt.stride(0), HEADS=heads, GROUPS=(mixed.shape[1] - heads * dim) // (2 * size), P=dim, SIZE=size,
-            TAPS=weights.conv.shape[-1], BLOCK=block, MAX_GROUPS=MAX_GROUPS, HAS_BIAS=weights.conv_bias is not None,
+            mixed, dt, *weights, *states, arrivals, slots, slots if lengths is None else lengths, out,
+            *states.slot_strides, mixed.stride(0), dt.stride(0), HEADS=heads,
+            GROUPS=(mixed.shape[1] - heads * dim) // (2 * size), P=dim, SIZE=size, TAPS=weights.conv.shape[-1],
+            BLOCK=block, MAX_GROUPS=MAX_GROUPS, HAS_BIAS=weights.conv_bias is not None,
             HAS_LENGTHS=lengths is not None, INTERPRETED=triton.knobs.runtime.interpret, num_warps=num_warps,
             enable_fp_fusion=False, **pdl_options(out),
         )

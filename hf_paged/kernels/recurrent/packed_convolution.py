@@ -79,10 +79,11 @@ def packed_convolution_reference(parts: Sequence[torch.Tensor], weight: torch.Te
 
 @jit(varying_ints=("num_rows",), varying_pointers=("starts", "lengths", "slots"))
 def _packed_convolution_kernel(
-    first, second, third, weight, bias, states, out, starts, lengths, slots, num_rows, first_token, first_run,
-    second_token, second_run, third_token, third_run, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
-    FIRST_WIDTH: tl.constexpr, SECOND_WIDTH: tl.constexpr, THIRD_WIDTH: tl.constexpr, TAPS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    first, second, third, weight, bias, states, out, starts, lengths, slots, num_rows, state_slot, first_token,
+    first_run, second_token, second_run, third_token, third_run, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    THIRD: tl.constexpr, FIRST_WIDTH: tl.constexpr, SECOND_WIDTH: tl.constexpr, THIRD_WIDTH: tl.constexpr,
+    TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Programs: by block of channels, and by tile of tokens of a row. A row's first tile alone has to do with its
     slot: it reads it, and then writes the last inputs of the row, wherever they are."""
@@ -107,7 +108,7 @@ def _packed_convolution_kernel(
         lane = tl.arange(0, BLOCK)
         token = start + tl.arange(0, TOKENS)
         slot = tl.load(slots + row).to(tl.int64)
-        own = states + (slot * CHANNELS + channel + lane) * TAPS
+        own = states + slot * state_slot + (channel + lane) * TAPS
         oldest = tl.where(tl.load(lengths + row) > end - begin, begin - TAPS, begin)
         mixed = tl.zeros([TOKENS, BLOCK], tl.float32)
         for tap in tl.static_range(TAPS):
@@ -148,8 +149,8 @@ def packed_convolution_triton(parts: Sequence[torch.Tensor], weight: torch.Tenso
                for stride in (max(part.stride(0), width), part.stride(1)))
     with on_device_of(out):
         _packed_convolution_kernel[(channels // block, total // tokens + len(rows.slots))](
-            *parts, weight, weight if bias is None else bias, states, out, *rows, len(rows.slots), *strides,
-            FIRST=counts[0], SECOND=counts[1], THIRD=counts[2], FIRST_WIDTH=widths[0], SECOND_WIDTH=widths[1],
+            *parts, weight, weight if bias is None else bias, states, out, *rows, len(rows.slots), states.stride(0),
+            *strides, FIRST=counts[0], SECOND=counts[1], THIRD=counts[2], FIRST_WIDTH=widths[0], SECOND_WIDTH=widths[1],
             THIRD_WIDTH=widths[2], TAPS=weight.shape[-1], TOKENS=tokens, BLOCK=block, HAS_BIAS=bias is not None,
             INTERPRETED=triton.knobs.runtime.interpret, num_warps=num_warps, enable_fp_fusion=False,
             **pdl_options(out),

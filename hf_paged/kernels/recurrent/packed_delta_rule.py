@@ -168,8 +168,8 @@ def _chunks_kernel(
 
 @jit(varying_ints=("num_tokens",), varying_pointers=("starts", "lengths", "slots"))
 def _states_kernel(
-    mixed, factors, solved, states, out, starts, lengths, slots, num_tokens, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    mixed, factors, solved, states, out, starts, lengths, slots, num_tokens, state_slot, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Programs: by BLOCK columns of a head's states, and by row, whose chunks come one after another."""
@@ -183,7 +183,7 @@ def _states_kernel(
     if begin < end:
         i, k, v = tl.arange(0, CHUNK), tl.arange(0, K), tl.arange(0, BLOCK)
         slot = tl.load(slots + row).to(tl.int64)
-        states += (slot * VALUE_HEADS + head) * (K * V) + column
+        states += slot * state_slot + head * (K * V) + column
         known = tl.where(tl.load(lengths + row) > end - begin, K, 0)
         state = tl.load(states + k[:, None] * V + v[None, :], mask=(k < known)[:, None], other=0.0)
         plane = num_tokens.to(tl.int64) * VALUE_HEADS
@@ -241,7 +241,7 @@ def packed_delta_rule_triton(mixed: torch.Tensor, gates: DeltaGates, states: tor
             **sizes,
         )
         _states_kernel[(value_heads * (value_dim // block), len(rows.slots))](
-            mixed, factors, solved, states, out, *rows, tokens, BLOCK=block, num_warps=num_warps,
+            mixed, factors, solved, states, out, *rows, tokens, states.stride(0), BLOCK=block, num_warps=num_warps,
             num_stages=num_stages, **sizes,
         )
     return out

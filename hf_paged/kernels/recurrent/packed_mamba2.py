@@ -120,9 +120,9 @@ def _product(a, b, INTERPRETED: tl.constexpr):
 
 @jit(varying_ints=("dt_token",), varying_pointers=("starts", "lengths", "slots"))
 def _scan_kernel(
-    mixed, dt, a_log, d, dt_bias, low, high, states, out, starts, lengths, slots, dt_token, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    mixed, dt, a_log, d, dt_bias, low, high, states, out, starts, lengths, slots, dt_token, state_slot,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Programs: by head and BLOCK of its P channels, and by row, whose chunks come one after another."""
     after_previous_kernel(PDL)
@@ -133,7 +133,7 @@ def _scan_kernel(
     begin, end = tl.load(starts + row), tl.load(starts + row + 1)
     if begin < end:
         i, n, p = tl.arange(0, CHUNK), tl.arange(0, SIZE), tl.arange(0, BLOCK)
-        states += ((tl.load(slots + row).to(tl.int64) * HEADS + head) * P + column) * SIZE
+        states += tl.load(slots + row).to(tl.int64) * state_slot + (head * P + column) * SIZE
         own = states + p[None, :] * SIZE + n[:, None]
         known = tl.where(tl.load(lengths + row) > end - begin, SIZE, 0)
         state = tl.load(own, mask=(n < known)[:, None], other=0.0)
@@ -181,7 +181,7 @@ def packed_mamba2_triton(mixed: torch.Tensor, steps: Steps, states: torch.Tensor
     block = min(block, dim)
     with on_device_of(out):
         _scan_kernel[(heads * (dim // block), len(rows.slots))](
-            mixed, *steps, states, out, *rows, steps.dt.stride(0), HEADS=heads,
+            mixed, *steps, states, out, *rows, steps.dt.stride(0), states.stride(0), HEADS=heads,
             GROUPS=(mixed.shape[1] - heads * dim) // (2 * size), P=dim, SIZE=size, CHUNK=chunk, BLOCK=block,
             INTERPRETED=triton.knobs.runtime.interpret, num_warps=4, num_stages=num_stages,
             enable_fp_fusion=False,  # of which `_add` knows nothing

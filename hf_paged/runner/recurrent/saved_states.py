@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 
 from hf_paged.models import KVSpec
-from hf_paged.models.base import StateKey
 from hf_paged.runner.kv_cache import KVCache
 from hf_paged.scheduler.block_pool import NULL_BLOCK_ID
 from hf_paged.scheduler.snapshots import StateMove
@@ -16,12 +15,12 @@ SNAPSHOTS_SHARE = 0.125  # of a memory budget, beside pages and the states of ru
 
 
 class SavedStates:
-    """The states of one sequence at one place, and ``tail``: K and V of each layer, [tokens, num_kv_heads, head_dim],
-    of the tokens behind its last full block."""
+    """The states of one sequence at one place, side by side, and ``tail``: K and V of each layer, [tokens,
+    num_kv_heads, head_dim], of the tokens behind its last full block."""
 
-    def __init__(self, states: dict[StateKey, torch.Tensor], tail: list[torch.Tensor]) -> None:
+    def __init__(self, states: torch.Tensor, tail: list[torch.Tensor]) -> None:
         self.states, self.tail = states, tail
-        self.nbytes = sum(tensor.nbytes for tensor in (*states.values(), *tail))
+        self.nbytes = sum(tensor.nbytes for tensor in (states, *tail))
 
 
 def save(cache: KVCache, move: StateMove) -> None:

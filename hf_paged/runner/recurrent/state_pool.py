@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from weakref import WeakSet
 
@@ -15,12 +16,13 @@ from hf_paged.models.base import StateKey
 from hf_paged.models.recurrent.view import StateView
 from hf_paged.runner.recurrent.saved_states import SavedStates
 
+_WORD = torch.int64  # what memory of slots is copied in
 STATES_SHARE = 0.375  # of a memory budget, beside pages and snapshots
 
 
 class StatePool:
     """The states of all slots of the scheduler: each tensor [num_slots + 1, *shape], in the dtype in which stock keeps
-    it. The last line belongs to padding rows of CUDA graphs.
+    it. Those of a slot lie side by side: one copy moves them all. The last line belongs to padding rows of CUDA graphs.
 
     A sequence has the state slot of its number in the scheduler's table, from its admission to its end or preemption. A
     slot's content counts from the sequence's first step on: what an earlier sequence left is never read.
@@ -31,8 +33,7 @@ class StatePool:
 
     def __init__(self, spec: KVSpec, num_slots: int) -> None:
         self.spec, self.num_slots, self.version = spec, num_slots, 0
-        self._tensors: dict[StateKey, torch.Tensor] = {
-            state.key: _lines(num_slots, state.shape, state.dtype, spec.device) for state in spec.states}
+        self._use(self._lines_of(num_slots))
         self._arrivals = torch.zeros(num_slots + 1, MAX_GROUPS, dtype=torch.int32, device=spec.device)
         self._saved: WeakSet[SavedStates] = WeakSet()
 
@@ -52,23 +53,22 @@ class StatePool:
         """
         if num_slots > self.num_slots:
             self.version += 1  # before anything moves, since an error may come in between
-            for key, tensor in self._tensors.items():
-                self._tensors[key] = grown = _lines(num_slots, tensor.shape[1:], tensor.dtype, tensor.device)
-                grown[: self.num_slots] = tensor[: self.num_slots]
+            grown = self._lines_of(num_slots)
+            grown[: self.num_slots] = self._lines[: self.num_slots]
+            self._use(grown)
             self._arrivals = self._arrivals.new_zeros(num_slots + 1, MAX_GROUPS)
             self.num_slots = num_slots
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the states in slots ``sources`` [R] to ``targets`` [R], all at once."""
-        for tensor in self._tensors.values():
-            tensor[targets] = tensor[sources]
+        self._lines[targets] = self._lines[sources]
 
-    def copy_of(self, slot: int) -> dict[StateKey, torch.Tensor]:
-        return {key: tensor[slot].clone() for key, tensor in self._tensors.items()}
+    def copy_of(self, slot: int) -> torch.Tensor:
+        """Return what `put` takes."""
+        return self._lines[slot].clone()
 
-    def put(self, slot: int, states: dict[StateKey, torch.Tensor]) -> None:
-        for key, tensor in self._tensors.items():
-            tensor[slot] = states[key]
+    def put(self, slot: int, states: torch.Tensor) -> None:
+        self._lines[slot] = states
 
     def keep(self, content: SavedStates) -> SavedStates:
         """Count a snapshot's content in `nbytes` as long as anything refers to it; returns it."""
@@ -80,14 +80,23 @@ class StatePool:
         return (self.num_slots + 1) * self.spec.state_bytes + sum(content.nbytes for content in self._saved)
 
     def close(self) -> None:
-        self._tensors, self.num_slots = {}, -1
+        self._use(self._lines.new_empty(0, self._lines.shape[1]))
+        self.num_slots = -1
 
+    def _lines_of(self, num_slots: int) -> torch.Tensor:
+        """Return memory of slots, and zeros for padding rows: [num_slots + 1, words]."""
+        lines = torch.empty(num_slots + 1, self.spec.state_bytes // _WORD.itemsize, dtype=_WORD,
+                            device=self.spec.device)
+        lines[num_slots:].zero_()
+        return lines
 
-def _lines(num_slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory of slots, and zeros for padding rows."""
-    lines = torch.empty((num_slots + 1, *shape), dtype=dtype, device=device)
-    lines[num_slots:].zero_()
-    return lines
+    def _use(self, lines: torch.Tensor) -> None:
+        first, self._lines = 0, lines
+        self._tensors: dict[StateKey, torch.Tensor] = {}
+        for state in self.spec.states:
+            end = first + state.nbytes // _WORD.itemsize
+            values = lines[:, first:end].view(state.dtype)[:, : math.prod(state.shape)]
+            self._tensors[state.key], first = values.unflatten(1, state.shape), end
 
 
 def config_for_states(config: PagedConfig, spec: KVSpec, budget: int) -> PagedConfig:

@@ -174,19 +174,14 @@ def test_a_pool_that_cannot_grow_keeps_its_states(monkeypatch):
     pool = StatePool(spec, 2)
     for tensor in pool._tensors.values():
         tensor[:2] = 7.0
-    lines = torch.empty
-
-    def few(*args, **kwargs):
-        monkeypatch.setattr(torch, "empty", none)
-        return lines(*args, **kwargs)
 
     def none(*args, **kwargs):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(torch, "empty", few)
-    with pytest.raises(torch.OutOfMemoryError):
-        pool.grow(4)
-    monkeypatch.setattr(torch, "empty", lines)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", none)
+        with pytest.raises(torch.OutOfMemoryError):
+            pool.grow(4)
     assert (pool.num_slots, pool.version) == (2, 1)
     pool.grow(6)
     for tensor in pool._tensors.values():

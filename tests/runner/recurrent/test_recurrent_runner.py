@@ -156,9 +156,9 @@ def test_a_class_that_takes_no_state_into_a_chunk_computes_prompts_anew(monkeypa
 def test_states_snapshots_and_pages_share_a_budget():
     spec = KVSpec(1, 1, 1, 16, torch.float32, torch.float32, torch.device("cpu"),
                   states=(StateShape((0, "conv", 0), (10, 10), torch.float32),))
-    assert (spec.state_bytes, spec.block_bytes(16)) == (400, 2048)
+    assert (spec.state_bytes, spec.block_bytes(16)) == (448, 2048)
     config = config_for_states(PagedConfig(max_num_seqs=64), spec, 8000)
-    assert (config.max_num_seqs, config.enable_prefix_caching, config.speculation) == (7, True, False)
+    assert (config.max_num_seqs, config.enable_prefix_caching, config.speculation) == (6, True, False)
     assert config_for_states(PagedConfig(max_num_seqs=64), spec, 1).max_num_seqs == 1
     assert (most_snapshots(spec, 16, 80_000), most_snapshots(spec, 16, 1)) == (4, 1)
 
