@@ -890,6 +890,9 @@ PREFIXES = [
 LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
 LORA_KERNEL_TESTS = "kernels/lora/test_lora_kernels.py"
 
+LINEAR_4BIT, LINEAR_4BIT_TESTS = "kernels/layer/linear_4bit.py", "kernels/layer/test_linear_4bit.py"
+PACKED_TESTS = "models/test_packed_layers.py"
+
 LORA_LAYERS = [
     PackageMutation(LORA, "if len({layer.rounds_delta for layer in found.values()}) <= 1:", "if True:",
                     "models/test_dequantized_layers.py", "round_differently"),
@@ -901,6 +904,14 @@ LORA_LAYERS = [
                     "if not is_known", "models/test_dequantized_layers.py", "computes_otherwise"),
     PackageMutation("models/packed/dequantizing.py", "size <= _COPIED_SHARE * free_memory", "size <= free_memory",
                     "models/test_dequantized_layers.py", "half_of_the_free"),
+    PackageMutation("models/packed/dequantizing.py", "if whole and has_4bit(rest):", "if False:", PACKED_TESTS,
+                    "another_kind_leave_all"),
+    PackageMutation("models/linears.py", "before if before is not None and group.is_same(before) else group",
+                    "before or group", PACKED_TESTS, "trainer_writes"),
+    PackageMutation(LINEAR_4BIT, "tl.where(split == 0, bias, 0.0)", "bias", LINEAR_4BIT_TESTS, "parts_add_up"),
+    PackageMutation(LINEAR_4BIT, "ends[first] > most_rows", "ends[first] >= most_rows", LINEAR_4BIT_TESTS, "pieces"),
+    PackageMutation(LINEAR_4BIT, "n // 8 % 2 * (8 * WARPS) + n // 16 % WARPS * 8", "n // 8 % (2 * WARPS) * 8",
+                    LINEAR_4BIT_TESTS, "each_value"),
     PackageMutation("models/one_launch.py", "linear.weight if view.weight is None else view.weight", "linear.weight",
                     "models/test_one_launch.py", "copies"),
     PackageMutation(LORA, "if not any(candidates) or is_patched():", "if not any(candidates):", LORA_TESTS,
@@ -1632,9 +1643,9 @@ PROOFS = [
 
 RECURRENT, SAVED_TESTS = "runner/recurrent/recurrent_runner.py", "runner/recurrent/test_saved_states.py"
 PROMPT_ORDER, ORDER_TESTS = "runner/recurrent/prompt_order.py", "runner/recurrent/test_prompt_order.py"
-PACKED_TESTS, RULE_TESTS, CONVOLUTION_TESTS = (
-    "runner/recurrent/test_packed_prompts.py", "kernels/recurrent/test_packed_delta_rule.py",
-    "kernels/recurrent/test_packed_convolution.py")
+PACKED_TESTS, RULE_TESTS, CONVOLUTION_TESTS, SPACE_TESTS = (
+    "runner/recurrent/test_packed_prompts.py", *(
+        f"kernels/recurrent/test_packed_{name}.py" for name in ("delta_rule", "convolution", "mamba2")))
 SAVED_STATES = [
     PackageMutation(PROMPT_ORDER, "and (prompt.is_last_token or late.isdisjoint(reads))", "", SAVED_TESTS,
                     "of_one_step and Lfm2"),
@@ -1644,8 +1655,15 @@ SAVED_STATES = [
                     "not_known_by_its_code"),
     PackageMutation("models/derivation/recurrent_executor.py", "meta.seq_lens, meta.slots)",
                     "0 * meta.seq_lens, meta.slots)", PACKED_TESTS, "in_chunks"),
-    PackageMutation("kernels/recurrent/packed_delta_rule.py", " * tl.exp(last) + _dot", " + _dot", RULE_TESTS,
+    PackageMutation("kernels/recurrent/packed_delta_rule.py", " * tl.exp(last) + dot", " + dot", RULE_TESTS,
                     "float64"),
+    PackageMutation("kernels/recurrent/packed_mamba2.py", "state * exp(last, INTERPRETED) +", "state +", SPACE_TESTS,
+                    "float64"),
+    PackageMutation("kernels/recurrent/packed_mamba2.py", " + (a_rest + b_rest)", "", SPACE_TESTS, "decays"),
+    PackageMutation("models/recurrent/mamba2.py", "*layer.time_step_limit", "0.0, float('inf')", PACKED_TESTS,
+                    "limits_of_steps"),
+    PackageMutation("kernels/recurrent/grouped_rms_norm.py", "token * gate_token", "token * WIDTH",
+                    "kernels/recurrent/test_grouped_rms_norm.py", "the_kernel"),
     PackageMutation("kernels/recurrent/packed_convolution.py", "tl.where(kept < begin, old, new)", "new",
                     CONVOLUTION_TESTS, "the_kernel"),
     PackageMutation("kernels/recurrent/gated_rms_norm.py", "head // GROUP * gate_head", "head * gate_head",

@@ -233,7 +233,7 @@ class DecoderLinears:
         if (copies := self.copies().get(key)) is not None:
             return LinearView(linears, copies.weight, copies.bias, True, lora, ops.linear, ops)
         if (packed := self._packed.get(key)) is not None:
-            in_parts = joins and lora is None and not key.endswith(MLP_GROUP)
+            in_parts = joins and not key.endswith(MLP_GROUP) and lora is None
             return LinearView(linears, packed, None, False, lora, PACKED.linear_parts if in_parts else PACKED.linear,
                               PACKED)
         merged, are_plain = self._merged.get(key), all(map(is_plain_linear, linears))

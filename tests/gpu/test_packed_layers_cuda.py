@@ -71,7 +71,7 @@ def test_tokens_are_stocks(dtype, nested):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_qlora(autocast, monkeypatch):
-    model = to_gpu(qlora(monkeypatch, torch.bfloat16))
+    model = to_gpu(qlora(monkeypatch, torch.bfloat16, head_dim=64))
     hf_paged.enable(model, strict=True, dequantize=False)
     found = []
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):

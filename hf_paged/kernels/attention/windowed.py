@@ -55,7 +55,7 @@ class Windows:
         lengths = np.diff(starts)
         if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or (lengths < 0).any():
             raise ValueError(f"starts={starts!r:.200}: expected [R + 1] numbers that ascend from 0")
-        self.starts, self.num_tokens = starts, int(starts[-1])
+        self.starts, self.count, self.num_tokens = starts, len(lengths), int(starts[-1])
         self.longest = int(lengths.max())
         self._tiles: dict[tuple[int, torch.device], torch.Tensor] = {}
 

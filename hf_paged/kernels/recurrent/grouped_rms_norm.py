@@ -73,9 +73,9 @@ def grouped_rms_norm_triton(x: torch.Tensor, gate: torch.Tensor, weight: torch.T
         return out
     block = next_power_of_2(width)
     with on_device_of(out):
-        # The stride of a single token is any number.
+        # The stride of a single token may be a smaller number.
         _grouped_rms_norm_kernel[(tokens, groups)](
-            x, gate, weight, out, gate.stride(0) if tokens > 1 else x.shape[1], eps, GROUPS=groups, WIDTH=width,
+            x, gate, weight, out, max(gate.stride(0), x.shape[1]), eps, GROUPS=groups, WIDTH=width,
             BLOCK=block, INTERPRETED=triton.knobs.runtime.interpret, num_warps=4 if block <= 2048 else 8,
             enable_fp_fusion=False, **pdl_options(out),
         )

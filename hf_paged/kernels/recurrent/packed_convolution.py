@@ -143,9 +143,9 @@ def packed_convolution_triton(parts: Sequence[torch.Tensor], weight: torch.Tenso
     if not total:
         return out
     block = min(64, *(width & -width for width in widths))
-    # The stride of a single token is any number.
+    # The stride of a single token may be a smaller number.
     strides = (stride for part, width in zip(parts, widths, strict=True)
-               for stride in (part.stride(0) if total > 1 else width, part.stride(1)))
+               for stride in (max(part.stride(0), width), part.stride(1)))
     with on_device_of(out):
         _packed_convolution_kernel[(channels // block, total // tokens + len(rows.slots))](
             *parts, weight, weight if bias is None else bias, states, out, *rows, len(rows.slots), *strides,

@@ -118,7 +118,7 @@ def _product(a, b, INTERPRETED: tl.constexpr):
     return made
 
 
-@jit(varying_pointers=("starts", "lengths", "slots"))
+@jit(varying_ints=("dt_token",), varying_pointers=("starts", "lengths", "slots"))
 def _scan_kernel(
     mixed, dt, a_log, d, dt_bias, low, high, states, out, starts, lengths, slots, dt_token, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,

@@ -122,8 +122,8 @@ class RecurrentExecutor(DerivedExecutor):
             paths = [path for path, reason in why.items() if reason is None]
             layers = [self.decoder.get_submodule(path) for path in paths]
             packs = len(layers) == len({state.key[0] for state in self.outline.states}) and all(
-                type(layer).__module__ == file
-                and _kind_of(layer).packs(layer, spec.compute_dtype, spec.device) for layer in layers)
+                _kind_of(layer).packs(layer, spec.compute_dtype, spec.device)
+                and type(layer).__module__ == file for layer in layers)
             self._by_kernel = structure, paths, packs
         return self._by_kernel[1:]
 

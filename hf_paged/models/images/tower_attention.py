@@ -27,6 +27,8 @@ from hf_paged.models.paged_calls import implementation_of, why_not_attention
 NAME = "hf_paged_flash_windows"  # transformers' classes look for "flash" in the name
 STOCK = "sdpa"  # the implementation whose rounding the kernel has
 DEVICES = ("cuda",)
+# Tokens of a window, on average, from which stock's calls are few, and its kernel was as fast or faster on an H100.
+LONG = 2048
 _STARTS, _LONGEST = "cu_seqlens", "max_seqlen"  # arguments of the modules
 _WINDOWS = "hf_paged_windows"  # attribute of a view
 _READ = ("position_bias", "softcap")  # what sdpa reads besides its named arguments
@@ -36,7 +38,7 @@ _Kind = tuple[type, torch.dtype]
 
 
 class _NotKnownError(Exception):
-    """An attention call that is not all of a window without a mask: the module makes its own."""
+    """Attention that is not to all of a window, or to few long windows: the module makes its own calls."""
 
 
 class TowerAttention:
@@ -44,7 +46,7 @@ class TowerAttention:
 
     A class whose module asks for windows has to make the same of its first input as by its own calls, but for rounding;
     else it makes these. So do modules with hooks, forwards of instances, another implementation than "sdpa", gradients,
-    and all on a CPU. Thread-safe.
+    few long windows (`LONG`), and all on a CPU. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -105,6 +107,8 @@ class _Attention:
         if id(starts) not in self._known:
             self._known[id(starts)] = starts, Windows(starts.cpu().numpy())
         windows = self._known[id(starts)][1]
+        if windows.num_tokens >= LONG * windows.count:
+            raise _NotKnownError
         vars(self._at_once)[_WINDOWS] = windows
         if kwargs.get(_LONGEST) is None and _takes_longest(type(self._module).forward):
             return {**kwargs, _LONGEST: windows.longest}
@@ -150,7 +154,7 @@ def _is_changed(module: nn.Module) -> bool:
     seen by it."""
     state = vars(module)
     return ("forward" in state or state.get("_compiled_call_impl") is not None
-            or any(state[name] and not all(map(only_captures, list(state[name].values()))) for name in _HOOKS))
+            or any(state.get(name) and not all(map(only_captures, list(state[name].values()))) for name in _HOOKS))
 
 
 def _first(output: Any) -> torch.Tensor:

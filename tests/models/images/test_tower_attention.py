@@ -105,6 +105,18 @@ def test_other_classes_and_a_cpu_stay_as_they_are(launched, monkeypatch):
     assert torch.equal(encoded(model, TowerAttention()), encoded(model))
 
 
+@pytest.mark.parametrize(("long", "num_launched"), [(9, 0), (17, 1), (41, 2)])
+@torch.no_grad()
+def test_few_long_windows_are_stocks(long, num_launched, launched, monkeypatch):
+    """Here of 16 tokens, and in the second layer, of whole images, of 40 on average."""
+    model, attention = seeing_model("qwen2.5-vl"), TowerAttention()
+    pixels = torch.randn(80, 96, generator=torch.Generator().manual_seed(0))
+    images = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 8], [1, 6, 8]])}
+    monkeypatch.setattr(tower_attention, "LONG", long)
+    assert torch.equal(encoded(model, attention, images), encoded(model, None, images))
+    assert len(launched) == num_launched
+
+
 @torch.no_grad()
 def test_what_is_cast_by_autocast_attends_in_its_dtype(launched):
     model, attention = seeing_model("qwen3-vl"), TowerAttention()

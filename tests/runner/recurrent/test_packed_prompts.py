@@ -80,6 +80,14 @@ def test_preempted_rows_compute_their_states_again(model):
     assert engine.stats().num_preemptions > 0
 
 
+def test_limits_of_steps_are_those_of_the_layer(forwards, monkeypatch):
+    model, seen, own = outlined(recurrent_model("Mamba2", time_step_limit=(0.25, 0.75))), [], mamba2.packed_mamba2
+    monkeypatch.setattr(mamba2, "packed_mamba2", lambda *args: (seen.append(args[1][-2:]), own(*args))[1])
+    with PagedGenerator(model) as generator:
+        generator.generate(PROMPTS[:2], GREEDY)
+    assert {*seen} == {(0.25, 0.75)}
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_prompts_of_one_step_read_what_others_of_it_compute(model, forwards, overlap):
     """Keys and values of the same forward or of an earlier one, and states of an earlier one."""
