@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -16,9 +16,8 @@ from transformers import GenerationConfig
 from hf_paged.config import require_int
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.session import copy_ids
-from hf_paged.errors import Reason, UnsupportedModelError, UnsupportedOptionError
-from hf_paged.integration.recognise.images import fed_prompt
-from hf_paged.models.images.fed_prompt import FedPrompt
+from hf_paged.errors import UnsupportedModelError, UnsupportedOptionError
+from hf_paged.integration.recognise.images import with_images
 from hf_paged.options.arguments import MOST_COPIES, ArgumentWarnings, base_seed, num_copies, salt_digest
 from hf_paged.options.chat_keywords import split_keywords, template_parameters
 from hf_paged.options.keywords import DEFAULTS, OF_CALL
@@ -188,7 +187,7 @@ class CallReader:
                 if most[index] is not None and spec.logprobs is None:
                     spec = spec.but(logprobs=PROCESSED)
                 if prompt.inputs:
-                    spec = spec.but(fed=self._fed(prompt, spec))
+                    spec = with_images(engine, spec, prompt.inputs, _naming_images())
                 spec = spec.but(structured=form, priority=priorities[index], autocast=autocast, index=index,
                                 best=wanted if copies > wanted else None)
                 if (previous := given[index][1]) is not None:
@@ -278,16 +277,6 @@ class CallReader:
 
         return (f if isinstance(f, Exception) else _attempt(check, f, (TypeError, ValueError)) for f in forms)
 
-    def _fed(self, prompt: Prompt, spec: RequestSpec) -> FedPrompt | None:
-        """Return what the model is fed of a prompt's images; a ValueError says why they cannot run."""
-        try:
-            fed = fed_prompt(self._engine, prompt.ids, prompt.inputs, spec.max_new_tokens, spec.adapter_name)
-        except Exception as error:  # by the model's own code
-            raise ValueError(f"its images cannot run: {error_text(error)}") from error
-        if isinstance(fed, Reason):
-            raise UnsupportedOptionError(fed.with_remedy)
-        return fed
-
     def _settled(self, ids: list[int], config: GenerationConfig | None, call: Call, read: SpecReader,
                  options: dict[str, Any], salt: Any, adapter: Any) -> tuple[RequestSpec, int]:
         """Return the specification of one prompt's requests, and the number of its completions."""
@@ -340,6 +329,14 @@ def refused_output(completion: Completion) -> StepOutput:
 def error_text(error: Exception) -> str:
     """Return the text of an exception in `Completion.error`."""
     return f"{type(error).__name__}: {_shortened(str(error))}"
+
+
+@contextmanager
+def _naming_images() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"its images cannot run: {error_text(error)}") from error
 
 
 def _shortened(text: str) -> str:

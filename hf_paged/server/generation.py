@@ -18,14 +18,13 @@ from hf_paged.engine.engine import Engine
 from hf_paged.engine.features.grammars import BARRED
 from hf_paged.engine.features.stop_rules import TextStopRule, deadline_after
 from hf_paged.engine.text import StopPolicy, cut
-from hf_paged.errors import EngineClosedError, Reason, UnsupportedOptionError
+from hf_paged.errors import EngineClosedError, UnsupportedOptionError
 from hf_paged.integration.adapters import each_under
 from hf_paged.integration.continuous_batching.requests import batching_config, spec_in_room
 from hf_paged.integration.paths import CALL_SALT, within
 from hf_paged.integration.recognise.criteria import CallEndedError, EndOfCall
-from hf_paged.integration.recognise.images import fed_prompt, on_device
+from hf_paged.integration.recognise.images import on_device, with_images
 from hf_paged.integration.recognise.structured import NO_FORM, Form
-from hf_paged.models.images.fed_prompt import FedPrompt
 from hf_paged.options.arguments import merge_config
 from hf_paged.options.processors import Prompt
 from hf_paged.options.request_spec import RequestSpec, changed
@@ -130,26 +129,11 @@ class Generation:
         spec, _ = spec_in_room(engine, config, prompt, options, LEAST_ROOM, adapter_name=adapter,
                                cache_salt=self.exchange.cache_salt, structured=self.form.structured,
                                grammar=self.form.grammar)
-        spec = spec.but(fed=self._fed(engine, spec))
+        spec = with_images(engine, spec, self.prompt.inputs, blaming("messages: expected images that the model takes"))
         return [spec.but(seed=self.seed_of(index),
                          stop=None if not spec.stop_strings else TextStopRule(
                              spec.stop_strings, self.served.tokenizer, deadline_after(spec.max_time)))
                 for index in range(self.count)]
-
-    def _fed(self, engine: Engine, spec: RequestSpec) -> FedPrompt | None:
-        """Return what the model is fed of the prompt's images.
-
-        Raises:
-            UnsupportedOptionError: the engine does not run them.
-            RefusedRequestError: the model's own code does not.
-        """
-        if not self.prompt.inputs:
-            return None
-        with blaming("messages: expected images that the model takes"):
-            fed = fed_prompt(engine, spec.prompt, self.prompt.inputs, spec.max_new_tokens, spec.adapter_name)
-        if isinstance(fed, Reason):
-            raise UnsupportedOptionError(fed.with_remedy)
-        return fed
 
     # -- by `model.generate` ------------------------------------------------------------------------------------------
 

@@ -177,24 +177,16 @@ def test_positions_of_the_padding_do_not_matter():
 # -- lengths ------------------------------------------
 
 
-def test_longer_than_max_model_len():
-    model = tiny_model()
-    inputs = batch([40, 20])
-    expected = model.generate(**inputs, max_new_tokens=25)
-    hf_paged.enable(model, max_model_len=64)
-    with pytest.warns(hf_paged.FallbackWarning, match="65 tokens.*max_model_len is 64"):
-        assert_same_tensor(model.generate(**inputs, max_new_tokens=25), expected)
-    assert_native_parity(model, **inputs, max_new_tokens=24)
-
-
-def test_longer_than_the_pool():
-    model = tiny_model()
-    inputs = batch([40, 20])
-    expected = model.generate(**inputs, max_new_tokens=26)
-    hf_paged.enable(model, num_blocks=5)
-    with pytest.warns(hf_paged.FallbackWarning, match="KV pool"):
-        assert_same_tensor(model.generate(**inputs, max_new_tokens=26), expected)
-    assert_native_parity(model, **inputs, max_new_tokens=25)
+@pytest.mark.parametrize(("most", "config", "reason"), [
+    (24, {"max_model_len": 64}, "65 tokens.*max_model_len is 64"), (25, {"num_blocks": 5}, "KV pool"),
+], ids=["length", "pool"])
+def test_longer_than_there_is_room(most, config, reason):
+    model, inputs = tiny_model(), batch([40, 20])
+    expected = model.generate(**inputs, max_new_tokens=most + 1)
+    hf_paged.enable(model, **config)
+    with pytest.warns(hf_paged.FallbackWarning, match=reason):
+        assert_same_tensor(model.generate(**inputs, max_new_tokens=most + 1), expected)
+    assert_native_parity(model, **inputs, max_new_tokens=most)
 
 
 def test_longer_than_the_models_positions():

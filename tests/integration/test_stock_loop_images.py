@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 
 import hf_paged
 from hf_paged.engine.engine import Engine
-from hf_paged.integration.recognise.images import fed_prompt
+from hf_paged.integration.recognise.images import with_images
 from hf_paged.models.images.fed_prompt import FedPrompt
 from hf_paged.options.request_spec import RequestSpec
 from hf_paged.scheduler import lockstep_rows
@@ -185,7 +186,7 @@ def test_positions_go_with_rows_that_are_reordered(name):
     for call in calls:
         ids = call["input_ids"][0].tolist()
         inputs = {key: value for key, value in call.items() if key not in ("input_ids", "attention_mask")}
-        specs.append(RequestSpec(ids, 4, fed=fed_prompt(engine, ids, inputs, 4)))
+        specs.append(with_images(engine, RequestSpec(ids, 4), inputs, nullcontext()))
     assert len({tuple(spec.fed.offsets) for spec in specs[:2]}) == 2
     specs, calls = [*specs, specs[0]], [*calls, calls[0]]  # a row that is forked
     tokens, parents = [[11, 12, 13], [21, 22, 23], [31, 32, 33], [41, 42, 43]], [1, 2, 0, 1]

@@ -26,6 +26,15 @@ def driver(**changes):
     return Driver(config(**({"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_blocks": 200} | changes)))
 
 
+def forked(driver, prompts):
+    """Rows in lockstep behind their prompts."""
+    rows = LockstepRows(driver.scheduler, [Sequence("row", prompt, max_new_tokens=1) for prompt in prompts], 60)
+    for _ in rows.prompt_plans():
+        pass
+    rows.fork()
+    return rows
+
+
 def shared(plan):
     """{names of the rows: (begin, end)} of a plan's groups."""
     check_plan(plan, SIZE)
@@ -75,10 +84,7 @@ def test_a_later_prompt_shares_what_followed_a_prompt_of_full_blocks(in_lockstep
     """The rows' tables end where they part, until the step that takes their next blocks."""
     d = driver()
     if in_lockstep:
-        rows = LockstepRows(d.scheduler, [Sequence("row", list(range(8)), max_new_tokens=1)] * 2, 60)
-        for _ in rows.prompt_plans():
-            pass
-        rows.fork()
+        rows = forked(d, [list(range(8))] * 2)
         for _ in range(5):
             rows.decode_plan()
         rows.publish(np.array([[*range(8), 1, 2, 3, 4, 5], [*range(8), 1, 1, 1, 1, 1]], np.int32))
@@ -194,10 +200,7 @@ def test_nothing_is_shared_without_a_prefix_cache_but_by_rows_of_a_fork():
         d.add(name, list(range(10)))
     d.step()
     assert shared(d.step()) == {}
-    rows = LockstepRows(d.scheduler, [Sequence("row", list(range(10)), max_new_tokens=1)] * 3, 60)
-    for _ in rows.prompt_plans():
-        pass
-    rows.fork()
+    rows = forked(d, [list(range(10))] * 3)
     plan = rows.decode_plan()
     check_plan(plan, SIZE)
     assert (plan.groups.count.tolist(), plan.groups.end.tolist()) == ([3], [8])
@@ -205,10 +208,7 @@ def test_nothing_is_shared_without_a_prefix_cache_but_by_rows_of_a_fork():
 
 def test_no_groups_where_they_are_not_wanted():
     d = driver(group_prefixes=False)
-    rows = LockstepRows(d.scheduler, [Sequence("row", list(range(10)), max_new_tokens=1)] * 3, 60)
-    for _ in rows.prompt_plans():
-        pass
-    rows.fork()
+    rows = forked(d, [list(range(10))] * 3)
     d.lent = lambda: [seq.block_table for seq in rows.sequences]
     for name in "ab":
         d.add(name, list(range(10)))
@@ -227,10 +227,7 @@ def test_rows_in_front_share_with_each_other_and_with_the_schedulers():
     d.add("c", [9] * 10, 30)
     d.step()
     prompts = [list(range(10)), list(range(10)), [5] * 10, [5] * 10]
-    rows = LockstepRows(d.scheduler, [Sequence("row", prompt, max_new_tokens=1) for prompt in prompts], 60)
-    for _ in rows.prompt_plans():
-        pass
-    rows.fork()
+    rows = forked(d, prompts)
     others = rows.decode_plan()
     for name in "de":
         d.add(name, [9] * 8 + [ord(name)])
@@ -248,10 +245,7 @@ def test_rows_in_front_share_with_each_other_and_with_the_schedulers():
 def test_rows_that_forget_drafts_share_on():
     """Where their tables are cut off they may end at the end of what they share."""
     d = driver()
-    rows = LockstepRows(d.scheduler, [Sequence("row", list(range(8)), max_new_tokens=1)] * 2, 60)
-    for _ in rows.prompt_plans():
-        pass
-    rows.fork()
+    rows = forked(d, [list(range(8))] * 2)
     d.lent = lambda: [seq.block_table for seq in rows.sequences]
     for drafts in (5, 1, 4):
         rows.decode_plan(drafts)
@@ -264,10 +258,7 @@ def test_rows_that_forget_drafts_share_on():
 
 def test_beams_share_what_their_parents_had_in_full_blocks():
     d = driver()
-    rows = LockstepRows(d.scheduler, [Sequence("row", list(range(6)), max_new_tokens=1)] * 4, 60)
-    for _ in rows.prompt_plans():
-        pass
-    rows.fork()
+    rows = forked(d, [list(range(6))] * 4)
     for parents in ([0, 0, 1, 2], [1, 0, 2, 2], [3, 3, 3, 0], [2, 2, 1, 0]):
         for _ in range(3):
             check_plan(rows.decode_plan(), SIZE)

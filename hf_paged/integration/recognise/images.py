@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hf_paged.engine.engine import Engine
-from hf_paged.errors import Reason
+from hf_paged.errors import Reason, UnsupportedOptionError
 from hf_paged.integration import paths
 from hf_paged.integration.fallback import IN_FALLBACK
 from hf_paged.integration.paths import within
 from hf_paged.integration.recognise.inputs import DecodingInputs, argument_reasons, has_images, paged_rows
 from hf_paged.models.images.fed_prompt import FedPrompt
+from hf_paged.options.request_spec import RequestSpec
 
 _OF_LOOP = ("next_sequence_length", "is_first_iteration")  # which stock's loop adds for `prepare_inputs_for_generation`
 
@@ -50,20 +52,29 @@ def fed_prompts(engine: Engine, inputs: DecodingInputs, prompts: list[list[int]]
                                   once=paths.asked() is None)
 
 
-@torch.no_grad()
-def fed_prompt(engine: Engine, ids: list[int], inputs: Mapping[str, Any], max_new_tokens: int,
-               adapter: str | None = None) -> FedPrompt | Reason | None:
-    """Return what the model is fed of a prompt besides its ids (None: nothing), or why the engine cannot.
+def with_images(engine: Engine, spec: RequestSpec, inputs: Mapping[str, Any],
+                blaming: AbstractContextManager[None]) -> RequestSpec:
+    """Return a request with what the model is fed of its prompt besides its ids, which have placeholders of images.
 
     The images run through the tower, in this thread.
 
     Args:
-        ids: Of the prompt, with the placeholders of its images.
         inputs: `Prompt.inputs`.
-        adapter: The LoRA adapter of the request; None for the active ones.
+        blaming: Turns what the model's own code raises about the images into an error of the request.
 
-    Raises what the model's own code raises about the images.
+    Raises:
+        UnsupportedOptionError: The engine does not run them.
     """
+    with blaming:
+        fed = _fed_prompt(engine, spec.prompt, inputs, spec.max_new_tokens, spec.adapter_name)
+    if isinstance(fed, Reason):
+        raise UnsupportedOptionError(fed.with_remedy)
+    return spec if fed is None else spec.but(fed=fed)
+
+
+@torch.no_grad()
+def _fed_prompt(engine: Engine, ids: list[int], inputs: Mapping[str, Any], max_new_tokens: int,
+                adapter: str | None) -> FedPrompt | Reason | None:
     given = dict(inputs)
     if (reason := next(argument_reasons(given), None)) is not None:
         return reason

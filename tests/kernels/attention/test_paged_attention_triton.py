@@ -250,6 +250,14 @@ def _bounded(case, out):
     assert error <= bound, (error, bound)
 
 
+def check_kind(kind, case):
+    if kind == "prefill":
+        out = run_poisoned(paged_attention_prefill, case)
+    else:
+        out = run_poisoned(paged_attention_decode, cut(case, 1 if kind == "decode" else 7))
+    _bounded(case, out)
+
+
 # Compiling is what takes the time here: few shapes, several draws of rows for each.
 GPU_SHAPES = [(d, t) for t in (torch.bfloat16, torch.float16) for d in HEAD_DIMS] + [
     (64, torch.float32),
@@ -283,11 +291,7 @@ def test_gpu_random(kind, head_dim, dtype):
             dtype=dtype,
             device="cuda",
         )
-        if kind == "prefill":
-            out = run_poisoned(paged_attention_prefill, case)
-        else:
-            out = run_poisoned(paged_attention_decode, cut(case, 1 if kind == "decode" else 7))
-        _bounded(case, out)
+        check_kind(kind, case)
 
 
 @pytest.mark.gpu
@@ -302,11 +306,7 @@ def test_gpu_values_of_another_size_than_keys_and_chunks(kind, head_dim, value_d
             rows, seed=seed, heads=8, kv_heads=[8, 2, 1][seed], head_dim=head_dim, value_dim=value_dim,
             block_size=[16, 64, 256][seed], chunk=chunk, dtype=dtype, device="cuda",
         )
-        if kind == "prefill":
-            out = run_poisoned(paged_attention_prefill, case)
-        else:
-            out = run_poisoned(paged_attention_decode, cut(case, 1 if kind == "decode" else 7))
-        _bounded(case, out)
+        check_kind(kind, case)
 
 
 @pytest.mark.gpu
