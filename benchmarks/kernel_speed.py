@@ -1,4 +1,4 @@
-"""Compare the kernels with the card's limits: attention, fused ops, small products, experts, sampling, checksum.
+"""Compare the kernels with the card's limits: attention, towers, fused ops, products, experts, sampling, checksum.
 
     python benchmarks/kernel_speed.py [--out kernels.json] [--only experts] [--sweep]
 
@@ -19,7 +19,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,12 +38,15 @@ from hf_paged.attention.registry import paged_attention, resolve_backend
 from hf_paged.kernels.attention.decode import DecodeConfig, config_of, cta_slots_of, paged_attention_decode
 from hf_paged.kernels.attention.prefill import paged_attention_prefill
 from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, PagedMetadata
+from hf_paged.kernels.attention.windowed import Windows, windowed_attention
+from hf_paged.kernels.dequantize_4bit import NestedScales, Packed4Bit
 from hf_paged.kernels.experts.down import down, down_triton
 from hf_paged.kernels.experts.gate_up import ExpertsConfig, gate_up, gate_up_triton
 from hf_paged.kernels.experts.join import join_experts_add_rms_norm
 from hf_paged.kernels.experts.route import new_arrivals, route
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm
 from hf_paged.kernels.layer.linear import linear
+from hf_paged.kernels.layer.linear_4bit import SCRATCH_BYTES, Packed4BitGroup, linear_4bit
 from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache, qk_norm_rope_store
 from hf_paged.kernels.layer.silu_mul import silu_mul
 from hf_paged.kernels.layer.store_kv import store_kv
@@ -62,6 +65,7 @@ BLOCKS: dict[str, tuple[Any, Any]] = {
     "Mixtral-8x7B": (MixtralSparseMoeBlock, MixtralConfig(
         hidden_size=4096, intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2)),
 }
+TOWERS = (64, 64), (4096, 64), (64, 1024), (16, 4096)  # number of windows, tokens of each
 EXPERT_ROWS = {"Qwen3-30B-A3B": (1, 2, 4, 8, 64, 256, 512, 2048, 8192), "gpt-oss-20b": (1, 8, 64, 256, 2048),
                "Mixtral-8x7B": (1, 8, 64, 256, 2048)}
 L2_BYTES = 400 << 20
@@ -215,6 +219,25 @@ def _prefill_rates(backend: AttentionBackend, inputs: Inputs, rows: int, length:
             "plain": flops / plain / 1e12}
 
 
+def tower_rows(copy: float, gemm: float) -> Iterable[dict[str, Any]]:
+    """Attention of Qwen2.5-VL's tower, its windows and whole images, beside sdpa window by window: stock's calls, but
+    without their time on the host."""
+    heads, dim = 16, 80
+    for count, length in TOWERS:
+        packed = torch.randn(count * length, 3, heads, dim, dtype=torch.bfloat16, device="cuda")
+        windows, parts = Windows(np.arange(count + 1) * length), packed[: min(count, 64) * length].split(length)
+
+        def stock(parts: Sequence[torch.Tensor] = parts) -> None:
+            for part in parts:
+                q, k, v = part.permute(1, 2, 0, 3)[:, None].unbind(0)
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=dim**-0.5)
+
+        seconds = graph_time([partial(windowed_attention, *packed.unbind(1), windows, dim**-0.5)])
+        floor = max(4 * count * length**2 * heads * dim / gemm / 1e12, 4 * packed.nbytes / 3 / copy / 1e12)
+        yield {"row": f"windows {count} x {length}, {heads} x {dim}", "us": seconds * 1e6, "of floor": floor / seconds,
+               "sdpa by window": graph_time([stock]) * 1e6 * count / len(parts)}
+
+
 def op_rows(copy: float) -> Iterable[dict[str, Any]]:
     """The ops around attention in the sizes of Qwen3-8B, for a decode step and a prompt step."""
     bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -247,6 +270,11 @@ def op_rows(copy: float) -> Iterable[dict[str, Any]]:
         weights = [torch.randn(hidden, hidden, **bf16) for _ in range(14)]
         calls = [partial(linear, torch.randn(rows, hidden, **bf16), weight) for weight in weights]
         yield _bandwidth_row(f"linear {rows} x 4096 x 4096", 2 * hidden * hidden, calls, copy)
+    packed = [_packed(hidden, hidden) for _ in range(14)]
+    for rows in (1, 16, 64, 256):  # 256: by pieces in a scratch
+        calls = [partial(linear_4bit, torch.randn(rows, hidden, **bf16), group) for group in packed]
+        nbytes = sum(t.nbytes for t in (packed[0].weights[0].data, packed[0].weights[0].absmax))
+        yield _bandwidth_row(f"linear_4bit {rows} x 4096 x 4096", nbytes, calls, copy)
     logits = [torch.randn(256, vocab, **bf16) for _ in range(6)]
     position = torch.zeros(256, dtype=torch.int64, device="cuda")
     for name, top_k, tail in (("temperature", 0, 0.0), ("top-k 50, top-p 0.9", 50, 0.1)):
@@ -256,6 +284,17 @@ def op_rows(copy: float) -> Iterable[dict[str, Any]]:
         rows_of = torch.arange(256, device="cuda")
         calls = [partial(sample_tokens, each, table, rows_of, position) for each in logits]
         yield _bandwidth_row(f"sample_tokens 256, {name}", 2 * 256 * vocab, calls, copy)
+
+
+def _packed(outputs: int, width: int) -> Packed4BitGroup:
+    """A weight of random numbers in blocks of 64, whose scales are nested."""
+    scales = outputs * width // 64
+    nested = NestedScales(torch.rand(256, device="cuda"), torch.rand(scales // 256, device="cuda"),
+                          torch.zeros(1, device="cuda"), 256)
+    sizes = outputs * width // 2, scales
+    data, absmax = (torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda") for size in sizes)
+    weight = Packed4Bit(data, torch.Size((outputs, width)), torch.randn(16, device="cuda"), absmax, 64, nested)
+    return Packed4BitGroup((weight,), (), torch.empty(SCRATCH_BYTES // 2, dtype=torch.bfloat16, device="cuda"))
 
 
 def expert_rows(copy: float, gemm: float) -> Iterable[dict[str, Any]]:
@@ -435,7 +474,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     parser.add_argument("--sweep", action="store_true", help="try tile shapes and plans for decode (GPU, minutes)")
-    parser.add_argument("--only", choices=("decode", "prefill", "ops", "experts", "checksum"),
+    parser.add_argument("--only", choices=("decode", "prefill", "towers", "ops", "experts", "checksum"),
                         help="only such rows; with --sweep decode or experts")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -455,7 +494,8 @@ def main() -> None:
         copy, gemm = report["copy_tb_s"], report["gemm_tflop_s"]
         print(f"copy {copy:.2f} TB/s, GEMM {gemm:.0f} TFLOP/s")
         kinds: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
-            "decode": partial(decode_rows, copy), "prefill": partial(prefill_rows, gemm), "ops": partial(op_rows, copy),
+            "decode": partial(decode_rows, copy), "prefill": partial(prefill_rows, gemm),
+            "towers": partial(tower_rows, copy, gemm), "ops": partial(op_rows, copy),
             "experts": partial(expert_rows, copy, gemm), "checksum": partial(checksum_rows, copy)}
         rows = itertools.chain.from_iterable(run() for kind, run in kinds.items() if arguments.only in (None, kind))
     report["rows"] = [show(row) for row in rows]

@@ -13,7 +13,7 @@ from typing import Any
 
 import hf_paged
 from hf_paged.config import read_pairs
-from hf_paged.serve import add_arguments, serve
+from hf_paged.serve import add_arguments, count, serve
 
 _CHECK = """`hf-paged check MODEL`: report what of a model would run natively, why not, and what fits into memory.
 
@@ -147,10 +147,7 @@ def _add_bench(commands: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
-    return value
+    return count(text, 1)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

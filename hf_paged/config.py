@@ -72,8 +72,8 @@ class PagedConfig:
         fused_experts: on NVIDIA GPUs experts by hf_paged's kernels (known blocks in bf16 or fp16);
             False: by transformers' modules.
         dequantize: copies of 4-bit weights of bitsandbytes (`Linear4bit`, as in QLoRA) in the dtype the layers compute
-            in, with which Qwen3 and Llama models run by hf_paged's kernels: "auto": where they take at most half of the
-            free memory; True: always, an error if memory is short; False: the layers run as they stand.
+            in, for Qwen3 and Llama models: "auto": where they take at most half of the free memory; True: always, an
+            error if memory is short; False: none. Without copies, kernels read the 4-bit weights on a GPU.
         routed_experts: report the experts that each token took (`Completion.routed_experts`), which lie beside its keys
             and values. An error for a model without routers, with recurrent states or over several ranks.
         all_reduce: how several GPUs sum their partial results: "nccl"; "peers": by kernels that reach the other GPUs'

@@ -78,7 +78,7 @@ class PagedGenerator:
         self.model: Any = model
         self._causal_lm: PreTrainedModel = unwrap(model)
         self.engine: Engine = enable_with_engine(
-            self._causal_lm, merged_config(config, overrides), tokenizer=tokenizer_in(tokenizer), owns_device=True
+            model, merged_config(config, overrides), tokenizer=tokenizer_in(tokenizer), owns_device=True
         )
         self._reader = CallReader(self.engine, self._causal_lm)
         self.tokenizer = tokenizer

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="localhost")
     server.add_argument("--port", type=int, default=8000)
+    server.add_argument("--max-body-bytes", type=count, metavar="N", help="longer get 413. Left out: 64 MiB")
     server.add_argument("--enable-cors", action="store_true", help="let pages of any origin send requests")
     server.add_argument("--log-level", type=str.lower, choices=_LOG_LEVELS, default="warning", help="of transformers")
     server.add_argument("--served-model-name", nargs="+", metavar="NAME",
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chats.add_argument("--reasoning", choices=("on", "off", "auto"), default="auto",
                        help="enable_thinking of the chat template; auto: the template's own default")
     for name, meaning in _IMAGE_LIMITS.items():
-        chats.add_argument(f"--max-{name}", type=_not_negative, metavar="N", help=meaning)
+        chats.add_argument(f"--max-{name}", type=count, metavar="N", help=meaning)
     engine = parser.add_argument_group("engine (fields of PagedConfig, docs/options.md)")
     engine.add_argument("--engine", action="append", default=[], metavar="FIELD=VALUE",
                         help="set a field as its own option does, with a value as JSON or Python writes it")
@@ -87,10 +88,10 @@ def _meanings() -> dict[str, str]:
     return {name: " ".join(meaning.split()) for name, meaning in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def _not_negative(text: str) -> int:
+def count(text: str, least: int = 0) -> int:
     value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 0")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text}: expected at least {least}")
     return value
 
 
@@ -138,7 +139,7 @@ def serve(arguments: argparse.Namespace, program: str = "hf-paged serve") -> int
 
     from hf_paged.server.app import build_app
     from hf_paged.server.images import ImageLimits
-    from hf_paged.server.lifetime import EndingServer, OpenAnswers
+    from hf_paged.server.lifetime import MAX_BODY_BYTES, EndingServer, OpenAnswers
     from hf_paged.server.served_model import ServedModel, load_model
 
     logging.set_verbosity(logging.log_levels[arguments.log_level])
@@ -156,7 +157,8 @@ def serve(arguments: argparse.Namespace, program: str = "hf-paged serve") -> int
                          {**arguments.chat_template_kwargs, **keywords}, limits)
     served.warm_up()
     answers = OpenAnswers()
-    app = build_app(served, answers, enable_cors=arguments.enable_cors)
+    most = MAX_BODY_BYTES if arguments.max_body_bytes is None else arguments.max_body_bytes
+    app = build_app(served, answers, enable_cors=arguments.enable_cors, max_body_bytes=most)
     settings = uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="info")
     EndingServer(settings, answers).run()
     return 0

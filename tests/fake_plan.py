@@ -74,15 +74,10 @@ def fake_plans(monkeypatch) -> Plans:
         plans.made.append(FakePlan(decoder))
         return plans.made[-1]
 
-    def compiled_ahead(run):
-        run_dry = Future()
-        run_dry.set_result(None)
-        return plans.compiled or run_dry
-
     monkeypatch.setattr(linears, "adjacent_memory", HostMemory)
     for name, value in (("_why_not_on", lambda device: None), ("_refused", {}), ("why_not_of", lambda *_: None),
                         ("plan_of", plan_of)):
         monkeypatch.setattr(support, name, value)
-    monkeypatch.setattr(one_launch, "compiled_ahead", compiled_ahead)
+    monkeypatch.setattr(one_launch, "compiled_ahead", lambda run: [plans.compiled] if plans.compiled else [])
     monkeypatch.setattr(one_launch, "_is_captured", lambda device: plans.is_captured)
     return plans

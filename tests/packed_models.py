@@ -7,7 +7,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
+from support import tiny_model
 from torch import nn
 
 BLOCK, NESTED_BLOCK = 32, 256
@@ -129,3 +131,17 @@ def quantize(model: Any, nested: bool = False, compute_dtype: torch.dtype = torc
             if type(linear) is nn.Linear and "lora_" not in name:
                 layer.set_submodule(name, Linear4bit(linear, nested, compute_dtype))
     return model
+
+
+def qlora(monkeypatch: Any, compute_dtype: torch.dtype = torch.float32, **shape: int) -> Any:
+    """Return a model of 4-bit layers with two adapters; in `compute_dtype` but for the adapters."""
+    pytest.importorskip("peft")
+    from lora_models import with_adapter
+
+    kind = install_lora(monkeypatch)
+    model = with_adapter(tiny_model(hidden_size=64, intermediate_size=128, **shape).to(compute_dtype))
+    model = with_adapter(model, "second", 6, r=9)
+    for module in model.modules():
+        if type(module).__name__ == "Linear" and hasattr(module, "lora_A"):
+            module.__class__ = kind
+    return quantize(model, compute_dtype=compute_dtype)

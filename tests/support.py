@@ -27,6 +27,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria
 
 import hf_paged
+from hf_paged.outputs import StepOutput
 
 VOCAB = 256
 TRAINED_MODEL = "examples/models/tiny-qwen3"
@@ -414,6 +415,31 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
     return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", pad_token=alphabet[0])
+
+
+def run_out(engine: Any, outputs: list[StepOutput] | None = None) -> list[StepOutput]:
+    """Step until no request of `add_request` is left; returns all outputs, which are appended to ``outputs``."""
+    outputs = [] if outputs is None else outputs
+    while engine.has_unfinished():
+        outputs += engine.step()
+    return outputs
+
+
+def byte_generator() -> Iterator[hf_paged.PagedGenerator]:
+    """A fixture: a generator over bytes, which has nothing left to do at the end."""
+    with hf_paged.PagedGenerator(tiny_model(), byte_tokenizer()) as generator:
+        yield generator
+        assert_idle(generator.model)
+
+
+def lent(shared: Callable[[], PreTrainedModel]) -> Any:
+    """A fixture of a model that tests share: it is disabled after each."""
+    @pytest.fixture(name="model")
+    def lend() -> Iterator[PreTrainedModel]:
+        yield shared()
+        hf_paged.disable(shared())
+
+    return lend
 
 
 def assert_falls_back(model: PreTrainedModel, reason: str, *, call: Any = None, **kwargs: Any) -> Any:

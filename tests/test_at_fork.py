@@ -42,7 +42,6 @@ SAFE = {
     "hf_paged.models.proof.interface.ProofThread.stopped": "of a thread that a child does not have",
     "hf_paged.kernels.build.compiling._begin_ahead": _CUDA,
     "hf_paged.kernels.build.compiling._lock": _CUDA,
-    "hf_paged.kernels.build.compiling.compiled_ahead": "done before anybody else sees it",
     "hf_paged.device.cuda.captures": _CUDA,
     "hf_paged.parallel.launch._State.lock": _RANKS,
     "hf_paged.parallel.launch._State.closing": _RANKS,

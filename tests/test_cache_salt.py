@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import tiny_model
+from support import run_out, tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_paged
@@ -114,8 +114,7 @@ def test_salts_outlast_a_restart(generator, change):
         engine._core.dirty = True
     else:
         generator.model.model.norm.variance_epsilon *= 2
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     cached = [c.num_cached_tokens for c in
               generator.generate([PROMPT] * 3, cache_salt=["one", "other", "third"], **GREEDY)]
     assert cached == [FULL, FULL, 0]

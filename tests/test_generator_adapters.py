@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import batch, left_padded, num_calls, random_prompts, tiny_model
+from threads import run_threads
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
@@ -152,9 +153,6 @@ def test_tensors_of_several_threads_each_with_its_own_adapter():
 
         for pair in (("one", "two"), ("__base__", None)):
             threads = [threading.Thread(target=call, args=(name,)) for name in pair]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            run_threads(threads)
         assert not failures
         assert num_calls(wrapped.get_base_model()).keys() == {"native", "lockstep"}

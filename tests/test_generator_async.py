@@ -19,6 +19,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import assert_idle, byte_tokenizer, is_idle, random_prompts, tiny_model, wait_until
+from threads import run_threads
 
 import hf_paged
 from hf_paged import PagedGenerator
@@ -281,10 +282,7 @@ def test_several_event_loops_in_several_threads(generator, expected):
         found[number] = asyncio.run(main())
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threads)
     for number, made in found.items():
         assert [one.token_ids for [one] in made] == [tokens[:60] for tokens in expected[number::3]]
 
@@ -424,10 +422,7 @@ def test_tasks_that_come_and_go_leave_nothing_behind(expected, seed, loops, num_
                 errors.append(error)
 
         threads = [threading.Thread(target=run, args=(number,)) for number in range(loops)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(threads)
         assert not errors, errors
         wait_until(lambda: is_idle(generator))
         assert_idle(shared_model())

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from family_models import family_model
-from support import assert_idle, assert_same_tensor, batch, byte_tokenizer, random_prompts, tiny_model
+from support import assert_idle, assert_same_tensor, batch, byte_tokenizer, random_prompts, run_out, tiny_model
+from threads import run_threads
 from transformers import GenerationConfig
 
 import hf_paged
@@ -83,8 +84,7 @@ def run(engine):
     ids = [engine.add_request(prompt, GenerationConfig(**call), seed=7, logprobs=True, prompt_logprobs=number == 0)
            for number, call in enumerate(CALLS) for prompt in PROMPTS]
     made = {}
-    while engine.has_unfinished():
-        made |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
+    made |= {o.request_id: o.completion for o in run_out(engine) if o.completion is not None}
     return [(made[i].token_ids, made[i].finish_reason, made[i].error) for i in ids]
 
 
@@ -138,10 +138,7 @@ def test_surroundings_of_one_caller_do_not_reach_another(ambient):
 
     threads = [threading.Thread(target=work, args=(0, AMBIENT[ambient])),
                threading.Thread(target=work, args=(1, lambda: torch.autocast("cpu", enabled=False)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threads)
     assert results[0] == [expected[0][0, 21:].tolist()] * 4
     for result in results[1]:
         assert_same_tensor(result, expected[1])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hostile_values import FIELDS, SAMPLING, values_of
-from support import assert_idle, assert_same_tensor, batch, random_prompts, stock_generate, tiny_model
+from support import assert_idle, assert_same_tensor, batch, random_prompts, run_out, stock_generate, tiny_model
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
@@ -101,8 +101,7 @@ def test_engine_names_what_it_refuses_and_harms_nobody(model, innocent, eos, fie
         with contextlib.suppress(ValueError, TypeError):
             engine.add_request(PROMPTS[0], hostile_config(field, value, eos))
     made = {}
-    while engine.has_unfinished():
-        made |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
+    made |= {o.request_id: o.completion for o in run_out(engine) if o.completion is not None}
     assert made[ids[0]].token_ids == innocent[0, 9:].tolist()
 
 

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from support import batch, random_prompts, tiny_model
+from support import batch, random_prompts, run_out, tiny_model
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
@@ -25,8 +25,7 @@ def running():
     engine = Engine(shared_model(), PagedConfig(num_blocks=30, max_num_seqs=4))
     [ended, shared, other] = random_prompts([48, 32, 20])
     engine.add_request(ended, GenerationConfig(max_new_tokens=1, do_sample=False))
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     for name, prompt in (("a", [*shared, 5, 6]), ("b", [*shared, 7]), ("c", other)):
         engine.add_request(prompt, CONFIG, request_id=name)
     engine.step()
@@ -75,8 +74,7 @@ def test_the_picture_over_a_trace(running, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "steps.json"
     with hf_paged.trace(path):
-        while running.has_unfinished():
-            running.step()
+        run_out(running)
     [(title, times, columns)] = use_over_time(path)
     assert title == "engine 1: Qwen3ForCausalLM" and times == sorted(times)
     assert {sum(values) for values in zip(*columns.values(), strict=True)} == {29}

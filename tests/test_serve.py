@@ -125,20 +125,21 @@ def test_the_module_starts_the_server_of_its_arguments(monkeypatch, trained_path
 
     ran, made, build = [], [], app.build_app
     monkeypatch.setattr(lifetime.EndingServer, "run", lambda self: ran.append(self.config))
-    monkeypatch.setattr(app, "build_app", lambda served, *args, **more: made.append(served) or build(
+    monkeypatch.setattr(app, "build_app", lambda served, *args, **more: made.append((served, more)) or build(
         served, *args, **more))
     (tmp_path / "template").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert main([trained_path, "--continuous-batching", "--device", "cpu", "--dtype", "float32", "--port", "8123",
                  "--served-model-name", "tiny", "--max-model-len", "77", "--reasoning", "off",
-                 "--max-images", "3", "--max-image-bytes=100", "--chat-template-kwargs", '{"x": 1}',
-                 "--chat-template", str(tmp_path / "template")]) == 0
-    [served] = made
+                 "--max-images", "3", "--max-image-bytes=100", "--max-body-bytes=200",
+                 "--chat-template-kwargs", '{"x": 1}', "--chat-template", str(tmp_path / "template")]) == 0
+    [(served, more)] = made
     try:
         assert (ran[0].port, served.names) == (8123, ["tiny"])
         assert served.engine.config.max_model_len == 77
         assert served.template_keywords == {"x": 1, "enable_thinking": False}
         assert served.processor.chat_template.startswith("{% for m")
         assert served.image_limits == (3, 100, 64 << 20)
+        assert more["max_body_bytes"] == 200
         assert len(threads_of_engines()) == 1
     finally:
         served.close()

@@ -23,13 +23,16 @@ def together(*calls: Callable[[], Any], timeout: float = 120.0) -> list[Any]:
         except BaseException as error:
             results[i] = error
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    run_threads([threading.Thread(target=run, args=(i,)) for i in range(len(calls))], timeout)
+    return results
+
+
+def run_threads(threads: list[threading.Thread], timeout: float = 120.0) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout)
         assert not thread.is_alive()
-    return results
 
 
 def threads_of_engines() -> list[str]:

@@ -504,6 +504,30 @@ IMAGE_PROMPTS = [
     PackageMutation("engine/engine.py", "            self.forget_images()\n", "", IMAGES_ONCE_TESTS, "released_memory"),
 ]
 
+TOWERS, TOWERS_TESTS = f"{IMAGES}/tower_attention.py", f"{IMAGES}/test_tower_attention.py"
+WINDOWED, WINDOWED_TESTS = "kernels/attention/windowed.py", "kernels/attention/test_windowed.py"
+# Towers that attend to all windows at once.
+TOWER_ATTENTION = [
+    PackageMutation(TOWERS, "is_close(_first(made), _first(expected))", "True", TOWERS_TESTS,
+                    "is_proved and otherwise"),
+    PackageMutation(TOWERS, " and not any(map(_is_changed, (*above, *module.modules())))", "", TOWERS_TESTS,
+                    "makes_its_own_calls"),
+    PackageMutation(TOWERS, "if implementation_of(config) == STOCK and not", "if not", TOWERS_TESTS,
+                    "makes_its_own_calls and eager"),
+    PackageMutation(TOWERS, 'vars(config)["_attn', 'vars(module.config)["_attn', TOWERS_TESTS, "nobody_else"),
+    PackageMutation(TOWERS, '                vars(body)["_modules"] = before\n', "                pass\n", TOWERS_TESTS,
+                    "nobody_else"),
+    PackageMutation(TOWERS, "or causal or dropout", "or dropout", TOWERS_TESTS, "is_proved and causal"),
+    PackageMutation(TOWERS, "tokens == windows.num_tokens and ", "", TOWERS_TESTS, "own_error"),
+    PackageMutation(TOWERS, "if torch.is_grad_enabled() or", "if", TOWERS_TESTS, "gradients"),
+    PackageMutation(KNOWN_IMAGES, "self._attention.through(method, body)", "method", TOWERS_TESTS, "generate_attends"),
+    PackageMutation(WINDOWED, "    left = left % BLOCK_N\n", "    left = 0\n", WINDOWED_TESTS, "tail_of"),
+    PackageMutation(WINDOWED, "score = tl.where((n < left)", "score = tl.where((n < BLOCK_N)", WINDOWED_TESTS,
+                    "tail_of"),
+    PackageMutation(WINDOWED, "(head // group).to(tl.int64) * v_head", "head.to(tl.int64) * v_head", WINDOWED_TESTS,
+                    "share_keys"),
+]
+
 FED, SERVED_IMAGES = "integration/recognise/images.py", "server/images.py"
 GENERATOR_IMAGES_TESTS, SERVED_IMAGES_TESTS = "test_generator_images.py", "server/test_images.py"
 # Chats with images, of a generator and of the server.
@@ -695,7 +719,7 @@ ON_A_CPU = [
 CHOICE, PROMPTS = (f"attention/{name}.py" for name in ("choose_groups", "plan_prompts"))
 GROUPS_TESTS, PROMPTS_TESTS = (f"attention/test_{name}.py" for name in ("plan_groups", "plan_prompts"))
 GROUPED, PREFILL = (f"kernels/attention/{name}.py" for name in ("grouped", "prefill"))
-GROUPED_TESTS, PREFILL_TESTS = (f"kernels/attention/test_grouped_{name}.py" for name in ("decode", "prefill"))
+GROUPED_TESTS = "kernels/attention/test_grouped.py"
 SPLITS, SPLITS_TESTS = "attention/plan_decode.py", "attention/test_plan_decode.py"
 PLANNER, REGISTRY = "runner/attention_inputs.py", "attention/registry.py"
 
@@ -824,8 +848,7 @@ PREFIXES = [
                     GROUPED_TESTS, "several_tiles"),
     PackageMutation(GROUPED, "                readable = readable & (position[None, :] >= row_begin[:, None])\n",
                     "                pass\n", GROUPED_TESTS, "several_tiles"),
-    PackageMutation(GROUPED, "tl.where(part < 0, tl.maximum(sink, -3.0e38), top)\n        total = tl.where(part < 0,"
-                    " 1.0, total)", "tl.maximum(sink, -3.0e38)\n        total += 1.0", GROUPED_TESTS,
+    PackageMutation(GROUPED, "loop_end, part < 0, BLOCK_M", "loop_end, part == part, BLOCK_M", GROUPED_TESTS,
                     "several_tiles"),
     PackageMutation(PLANNER, "window is None or longest <= window", "True",
                     "runner/test_attention_inputs.py", "windows"),
@@ -855,9 +878,9 @@ PREFIXES = [
     PackageMutation(SHARES, " and not is_shared", "", PROMPTS_TESTS, "never_reaches"),
     PackageMutation(PROMPTS, " / max(share_of_layers, 1e-9)", "", PROMPTS_TESTS, "layers_that_see_nothing"),
     PackageMutation(PREFILL, "row_begin + (begin - row_begin) // BLOCK_N * BLOCK_N", "begin // BLOCK_N * BLOCK_N",
-                    PREFILL_TESTS, "random_trees"),
-    PackageMutation(PREFILL, "live & (part_top > float(\"-inf\"))[:, None]", "live", PREFILL_TESTS, "several_tiles"),
-    PackageMutation(PREFILL, "total * rescale + part_total * weight", "total * rescale + part_total", PREFILL_TESTS,
+                    GROUPED_TESTS, "random_trees"),
+    PackageMutation(PREFILL, "live & (part_top > float(\"-inf\"))[:, None]", "live", GROUPED_TESTS, "several_tiles"),
+    PackageMutation(PREFILL, "total * rescale + part_total * weight", "total * rescale + part_total", GROUPED_TESTS,
                     "several_tiles"),
     PackageMutation("runner/attention_inputs.py", "self.saved_prompt_positions = saved, self.saved_positions",
                     "self.saved_prompt_positions = self.saved_positions, saved", "runner/test_attention_inputs.py",
@@ -866,6 +889,9 @@ PREFIXES = [
 
 LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
 LORA_KERNEL_TESTS = "kernels/lora/test_lora_kernels.py"
+
+LINEAR_4BIT, LINEAR_4BIT_TESTS = "kernels/layer/linear_4bit.py", "kernels/layer/test_linear_4bit.py"
+PACKED_TESTS = "models/test_packed_layers.py"
 
 LORA_LAYERS = [
     PackageMutation(LORA, "if len({layer.rounds_delta for layer in found.values()}) <= 1:", "if True:",
@@ -876,8 +902,16 @@ LORA_LAYERS = [
                     LORA_KERNEL_TESTS, "rounded_before and kernel"),
     PackageMutation("models/copied_weights.py", "if computes_in not in (dtype, None) or not is_known",
                     "if not is_known", "models/test_dequantized_layers.py", "computes_otherwise"),
-    PackageMutation("models/fused.py", "size <= _COPIED_SHARE * free_memory", "size <= free_memory",
+    PackageMutation("models/packed/dequantizing.py", "size <= _COPIED_SHARE * free_memory", "size <= free_memory",
                     "models/test_dequantized_layers.py", "half_of_the_free"),
+    PackageMutation("models/packed/dequantizing.py", "if whole and has_4bit(rest):", "if False:", PACKED_TESTS,
+                    "another_kind_leave_all"),
+    PackageMutation("models/linears.py", "before if before is not None and group.is_same(before) else group",
+                    "before or group", PACKED_TESTS, "trainer_writes"),
+    PackageMutation(LINEAR_4BIT, "tl.where(split == 0, bias, 0.0)", "bias", LINEAR_4BIT_TESTS, "parts_add_up"),
+    PackageMutation(LINEAR_4BIT, "ends[first] > most_rows", "ends[first] >= most_rows", LINEAR_4BIT_TESTS, "pieces"),
+    PackageMutation(LINEAR_4BIT, "n // 8 % 2 * (8 * WARPS) + n // 16 % WARPS * 8", "n // 8 % (2 * WARPS) * 8",
+                    LINEAR_4BIT_TESTS, "each_value"),
     PackageMutation("models/one_launch.py", "linear.weight if view.weight is None else view.weight", "linear.weight",
                     "models/test_one_launch.py", "copies"),
     PackageMutation(LORA, "if not any(candidates) or is_patched():", "if not any(candidates):", LORA_TESTS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -148,6 +149,7 @@ class LockedCore:
         self._is_shut_down = False
         self._updating_thread: int | None = None  # the thread that is inside of `weight_update`
         self._update: object | None = None  # identifies the update under way in `updates`
+        self.tuners: weakref.WeakSet[Any] = weakref.WeakSet()  # PEFT's objects around the model, which name adapters
         self._deferred: list[Callable[[], None]] = []  # actions that must wait for the end of a step
 
     @contextmanager

@@ -236,7 +236,8 @@ class RequestChecks(LockedCore):
                           most,
                           remedy="Calls with text alone run natively. Raise `PagedConfig.max_num_batched_tokens`.")
         if self.group.is_parallel:  # other ranks get rank 0's vectors, and have other devices
-            return [None if prompt is None else prompt.on_host() for prompt in found]
+            on_host = {prompt: prompt.on_host() for prompt in found if prompt is not None}  # equal rows have one
+            return [prompt and on_host[prompt] for prompt in found]
         return found
 
     def encoding_view(self) -> nn.Module | None:

@@ -15,11 +15,11 @@ from hf_paged.engine.ranks.commands import BeginWeightUpdate, GatherWeights
 from hf_paged.engine.ranks.weight_transfer import ActiveAdapters, NewAdapter, NoAdapter, WeightLoader, buckets
 from hf_paged.errors import PartlyLoadedError
 from hf_paged.parallel.adapters import (
-    activate,
     active_names,
     add_adapter,
-    check_removable,
+    follow_layers,
     read_adapter,
+    removable_name,
     remove_adapter,
 )
 from hf_paged.parallel.group import SINGLE
@@ -189,15 +189,7 @@ class WeightAccess(LockedCore):
             ValueError, TypeError: the model lacks an adapter, or one is merged or more than LoRA (``modules_to_save``).
             RuntimeError: as from `load_adapter`.
         """
-        self._check_holds_weights()
-        if self._are_sent:  # before requests are touched; ranks that differ would wait for each other
-            active_names(self.model, names)
-        with self.weight_update():
-            active = self._agreed(lambda: active_names(self.model, names))
-            self._check_alike(active)
-            with self._uninterrupted():  # no rank is left with other adapters
-                activate(self.model, active)
-                self._commands.tell(ActiveAdapters(active))
+        self._change_adapters(lambda: ActiveAdapters(active_names(self.model, names)))
 
     def delete_adapter(self, name: str) -> None:
         """Remove a LoRA adapter from the model, on all ranks, as one `weight_update`.
@@ -208,15 +200,24 @@ class WeightAccess(LockedCore):
             ValueError: the model has no adapter of this name, or it is merged, or more than LoRA.
             RuntimeError: as from `load_adapter`.
         """
+        self._change_adapters(lambda: NoAdapter(removable_name(self.model, name)))
+
+    def _change_adapters(self, checked: Callable[[], ActiveAdapters | NoAdapter]) -> None:
+        """Carry a message about adapters out on all ranks, as one `weight_update`.
+
+        Args:
+            checked: returns the message, or raises if it does not fit the model.
+        """
         self._check_holds_weights()
-        if self._are_sent:
-            check_removable(self.model, name)
+        if self._are_sent:  # before requests are touched; ranks that differ would wait for each other
+            checked()
         with self.weight_update():
-            self._agreed(lambda: check_removable(self.model, name))
-            self._check_alike(name)
-            with self._uninterrupted():
-                remove_adapter(self.model, name)
-                self._commands.tell(NoAdapter(name))
+            message = self._agreed(checked)
+            self._check_alike(message)
+            with self._uninterrupted():  # no rank is left with other adapters
+                message.apply(self.model)
+                follow_layers(list(self.tuners), self.model)
+                self._commands.tell(message)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names and whole tensors, on the host, of the unsharded model's `state_dict`.

@@ -29,6 +29,7 @@ from hf_paged.kernels.build.compiling import compiled_before
 from hf_paged.kernels.hopper.decoder_layers_support import ROWS
 from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models import ModelExecutor, find_executor, why_no_executor
+from hf_paged.models.images.tower_attention import tower_launches
 from hf_paged.parallel.checkpoint import check_place, naming_the_place
 from hf_paged.runner.dry_runs import dry_runs
 from hf_paged.runner.manifest import Manifest, manifest_path
@@ -132,6 +133,7 @@ def _works(executor: ModelExecutor, config: PagedConfig) -> Iterator[Callable[[]
         yield from (partial(_in_one_launch, steps, spec.device, rows) for rows in ROWS if rows <= config.max_num_seqs)
     yield largest_step(executor, spec, config, longest)
     yield from dry_runs(steps, config.max_num_seqs, config.max_num_batched_tokens, optional=True)
+    yield from tower_launches(executor.source, spec.device)
     yield partial(ChecksumPlan().launch, [torch.empty(2, dtype=torch.int64, device=spec.device)])
 
 

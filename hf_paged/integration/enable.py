@@ -67,7 +67,7 @@ def enable(model: nn.Module, config: PagedConfig | None = None, **overrides: Any
     if group_of(causal_lm).driven:
         raise ValueError("model: its other ranks follow the PagedGenerator that loaded it; give the settings to "
                          "PagedGenerator.from_pretrained")
-    enable_with_engine(causal_lm, settings)
+    enable_with_engine(model, settings)
     return model
 
 
@@ -79,9 +79,11 @@ def merged_config(config: PagedConfig | None, overrides: dict[str, Any]) -> Page
     return dataclasses.replace(config or PagedConfig(), **overrides)
 
 
-def enable_with_engine(causal_lm: PreTrainedModel, config: PagedConfig, **engine_options: Any) -> Engine:
-    """Give an unwrapped model a new `Engine`."""
+def enable_with_engine(model: nn.Module, config: PagedConfig, **engine_options: Any) -> Engine:
+    """Give the causal LM in a model a new `Engine`."""
+    causal_lm = _causal_lm_in(model)
     engine = Engine(causal_lm, config, **engine_options)
+    engine.tuners.update(_tuners_around(model))
     disable(causal_lm)
     with hooks.lock.rlock:
         if causal_lm not in _watched:
@@ -141,7 +143,9 @@ def get_engine(model: nn.Module) -> Engine:
     causal_lm = _causal_lm_in(model)
     if causal_lm not in ENGINES:
         raise ValueError(f"model={type(causal_lm).__name__}: expected a model that hf_paged.enable was called on")
-    return ENGINES[causal_lm]
+    engine = ENGINES[causal_lm]
+    engine.tuners.update(_tuners_around(model))
+    return engine
 
 
 @contextmanager
@@ -193,16 +197,32 @@ def unsupported_class(causal_lm: Any, *, anew: bool = False) -> Reason | None:
 
 def innermost(model: Any) -> Any:
     """Return the object inside these wrappers, of any class."""
-    inner = model
+    *_, inner = _wrapped(model)
+    return inner
+
+
+def _wrapped(model: Any) -> Iterator[Any]:
+    """Yield a model, and what each of these wrappers holds."""
     while True:
-        if isinstance(inner, torch._dynamo.OptimizedModule):
-            inner = inner._orig_mod
-        elif isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            inner = inner.module
-        elif hasattr(inner, "get_base_model") and hasattr(inner, "peft_config"):
-            inner = inner.get_base_model()
+        yield model
+        if isinstance(model, torch._dynamo.OptimizedModule):
+            model = model._orig_mod
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif _is_peft_model(model):
+            model = model.get_base_model()
         else:
-            return inner
+            return
+
+
+def _is_peft_model(model: Any) -> bool:
+    return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
+
+
+def _tuners_around(model: Any) -> list[Any]:
+    """Return the PeftModels around a causal LM, and PEFT's tuners in them."""
+    return [tuner for one in _wrapped(model) if _is_peft_model(one) for tuner in (one, one.base_model)
+            if "active_adapter" in vars(tuner)]
 
 
 @contextmanager

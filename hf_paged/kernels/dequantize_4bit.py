@@ -72,22 +72,28 @@ def dequantized_reference(source: Packed4Bit) -> torch.Tensor:
     return (source.code[numbers] * scales.repeat_interleave(source.block_size)[: len(numbers)]).view(source.shape)
 
 
+def why_not_packed(source: Packed4Bit) -> str | None:
+    """Return what of a weight is not as `Packed4Bit` says, or None."""
+    scales, nested, tensors = -(-source.numel() // source.block_size), source.nested, source._tensors()
+    dtypes, sizes = [t.dtype for t in tensors], [t.numel() for t in tensors]
+    wanted = [torch.uint8, torch.float32, torch.uint8 if nested else torch.float32, *[torch.float32] * 3]
+    expected = [source.numel() // 2, 16, scales, 256, -(-scales // (nested.block_size if nested else 1)), 1]
+    even = source.numel() % 32 == 0 and source.block_size % 2 == 0 and all(t.is_contiguous() for t in tensors)
+    if dtypes == wanted[: len(dtypes)] and sizes == expected[: len(sizes)] and even:
+        return None
+    return (f"bytes, code, scales of {dtypes} and sizes {sizes} for blocks of {source.block_size} of "
+            f"{list(source.shape)}: expected {wanted[: len(dtypes)]} and {expected[: len(sizes)]}")
+
+
 def check_packed(sources: Sequence[Packed4Bit], targets: Sequence[torch.Tensor]) -> None:
     """Raise ValueError for weights and targets that are not as `CopyPlan` says."""
     for source, target in zip(sources, targets, strict=True):
-        if source.shape != target.shape or target.dtype not in _DTYPES or not target.is_contiguous():
+        fits = target.is_contiguous() and target.data_ptr() % 16 == 0
+        if source.shape != target.shape or target.dtype not in _DTYPES or not fits:
             raise ValueError(f"source {list(source.shape)}, target {target.dtype} {list(target.shape)} with strides "
                              f"{target.stride()}: expected equal shapes, and contiguous fp32, fp16 or bf16")
-        scales, nested = -(-source.numel() // source.block_size), source.nested
-        dtypes = [t.dtype for t in source._tensors()]
-        wanted = [torch.uint8, torch.float32, torch.uint8 if nested else torch.float32, *[torch.float32] * 3]
-        sizes = [t.numel() for t in source._tensors()]
-        expected = [source.numel() // 2, 16, scales, 256, -(-scales // (nested.block_size if nested else 1)), 1]
-        even = source.numel() % 32 == 0 and source.block_size % 2 == 0 and target.data_ptr() % 16 == 0
-        whole = all(t.is_contiguous() for t in source._tensors())
-        if dtypes != wanted[: len(dtypes)] or sizes != expected[: len(sizes)] or not even or not whole:
-            raise ValueError(f"bytes, code, scales of {dtypes} and sizes {sizes} for blocks of {source.block_size} of "
-                             f"{list(source.shape)}: expected {wanted[: len(dtypes)]} and {expected[: len(sizes)]}")
+        if (reason := why_not_packed(source)) is not None:
+            raise ValueError(reason)
 
 
 def packed_signature(sources: Sequence[Packed4Bit]) -> list[Any]:

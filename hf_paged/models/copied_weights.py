@@ -44,19 +44,26 @@ class CopiedWeights:
     Args:
         groups: layers that `can_be_copied`, grouped by equal inputs.
         dtype: dtype of the copies.
+        scratch: elements of a scratch beside them (`Packed4BitGroup.scratch`), on `device`; 0: none is needed.
+
+    Attributes:
+        by_name: the copies by group.
+        scratch: ``[scratch]`` of `dtype`, or None.
 
     Raises:
         torch.OutOfMemoryError: too little memory is free.
     """
 
-    def __init__(self, groups: Groups, dtype: torch.dtype) -> None:
+    def __init__(self, groups: Groups, dtype: torch.dtype, scratch: int = 0,
+                 device: torch.device | None = None) -> None:
         self.by_name: dict[str, Copies] = {}
+        self.scratch: torch.Tensor | None = None
         self._dtype = dtype
-        self._layout = _layout(groups, dtype)
+        self._layout, self._scratch_size = _layout(groups, dtype), scratch
         self._plan = CopyPlan([])
         self._checksum: torch.Tensor | None = None  # [1] int64, of the weights that were copied
         self._places: dict[str, tuple[list[int], list[tuple[int, ...]]]] = {}  # rows of each layer; shapes of `Copies`
-        self._device = torch.device("cpu")
+        self._device = device or torch.device("cpu")
         for name, linears in _to_copy(groups, dtype):
             weights = [_weight(linear, dtype) for linear in linears]
             weight, sizes = weights[0], [weight.shape[0] for weight in weights]
@@ -64,8 +71,9 @@ class CopiedWeights:
             self._places[name] = sizes, [shape] if linears[0].bias is None else [shape, shape[:1]]
             self._device = weight.device
         self._shapes = [shape for _, shapes in self._places.values() for shape in shapes]
+        self._shapes += [(scratch,)] if scratch else []
         self._num_bytes = sum(_whole(shape, dtype) for shape in self._shapes)
-        self._memory = reserve(self, self._device, 1, self._num_bytes) if self._places else None
+        self._memory = reserve(self, self._device, 1, self._num_bytes) if self._shapes else None
         self.restore()
 
     def restore(self) -> None:
@@ -84,14 +92,14 @@ class CopiedWeights:
                 made = [next(tensors) for _ in shapes]
                 by_name[name] = Copies(*made)
                 targets += [part for one in made for part in one.split(sizes)]
-        self._plan, self._checksum = CopyPlan(targets), None
+        self._plan, self._checksum, self.scratch = CopyPlan(targets), None, next(tensors, None)
         self.by_name = by_name  # last: `is_here` reads it
 
     def unmap(self) -> bool:
         """Release the memory and keep its addresses; returns False if only the end of this object can free it."""
         if self._memory is None:
             return False
-        self.by_name, self._plan = {}, CopyPlan([])
+        self.by_name, self._plan, self.scratch = {}, CopyPlan([]), None
         try:
             self._memory.release()
         except DriverError:
@@ -100,8 +108,8 @@ class CopiedWeights:
 
     @property
     def is_here(self) -> bool:
-        """Whether there is memory for all copies."""
-        return len(self.by_name) == len(self._places)
+        """Whether there is memory for all copies, and the scratch."""
+        return len(self.by_name) == len(self._places) and (self.scratch is None) == (not self._scratch_size)
 
     def _allocated(self) -> list[torch.Tensor]:
         """Allocate a tensor of every shape."""
@@ -118,9 +126,9 @@ class CopiedWeights:
         return [piece.view(self._dtype)[: math.prod(shape)].view(shape)
                 for piece, shape in zip(pieces, self._shapes, strict=True)]
 
-    def fit(self, groups: Groups, dtype: torch.dtype) -> bool:
-        """Return whether these are the copies that such layers need."""
-        return self._layout == _layout(groups, dtype)
+    def fit(self, groups: Groups, dtype: torch.dtype, scratch: int = 0) -> bool:
+        """Return whether these are the copies, and the size of the scratch, that such layers need."""
+        return self._layout == _layout(groups, dtype) and self._scratch_size == scratch
 
     def refresh(self, groups: Groups, checksum: torch.Tensor | None) -> None:
         """Enqueue renewing the copies from the parameters that the layers have now, if these changed; does not wait.
@@ -140,8 +148,8 @@ class CopiedWeights:
             known.copy_(checksum)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all copies, merged."""
-        return [t for copied in self.by_name.values() for t in copied if t is not None]
+        """Return all copies, merged, and the scratch."""
+        return [t for copied in (*self.by_name.values(), (self.scratch,)) for t in copied if t is not None]
 
     @property
     def nbytes(self) -> int:

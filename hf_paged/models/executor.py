@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import repeat
-from types import ModuleType
-from typing import Any
+from types import MethodType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -628,13 +628,19 @@ def class_logits(model: Any, kind: type[nn.Module], body: str, hidden: torch.Ten
     return logits
 
 
-def view_of(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> nn.Module:
+class OnView(NamedTuple):
+    """A forward for `view_of` whose first argument is the view, by which it reaches the views of submodules."""
+
+    function: Callable[..., Any]
+
+
+def view_of(module: nn.Module, forwards: Mapping[str, Callable[..., Any] | OnView]) -> nn.Module:
     """Return a view of a module, in which the submodules at some paths ("": the module itself) run other forwards.
 
     The view, and views of modules between it and those, run their classes' own forwards: one on an instance is bound to
     the module itself. What a forward sets on a view is not set on the module.
     """
-    view, inside = object.__new__(type(module)), dict[str, dict[str, Callable[..., Any]]]()
+    view, inside = object.__new__(type(module)), dict[str, dict[str, Callable[..., Any] | OnView]]()
     view.__dict__.update(vars(module))
     view.__dict__.pop("forward", None)
     for path, forward in forwards.items():
@@ -642,7 +648,7 @@ def view_of(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> nn
         if name:
             inside.setdefault(name, {})[rest] = forward
         else:
-            view.__dict__["forward"] = forward
+            view.__dict__["forward"] = MethodType(forward.function, view) if type(forward) is OnView else forward
     if inside:
         found = {name: view_of(module.get_submodule(name), those) for name, those in inside.items()}
         view.__dict__["_modules"] = {**module._modules, **found}

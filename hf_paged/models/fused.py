@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_paged.device.cuda import free_memory
 from hf_paged.errors import Reason
 from hf_paged.guards.families import SILU, Family
 from hf_paged.guards.hints import DISAGREE
@@ -33,13 +32,14 @@ from hf_paged.kernels.layer.qk_norm_rope_store import HeadsToCache
 from hf_paged.kernels.lora.lora_expand import Delta, lora_expand
 from hf_paged.kernels.lora.lora_qk_norm_rope_store import lora_qk_norm_rope_store
 from hf_paged.models.base import AttentionMask, KVSpec, StepContext
-from hf_paged.models.copied_weights import Groups, can_be_copied, copied_bytes, has_4bit, is_4bit, may_have_4bit
+from hf_paged.models.copied_weights import Groups, can_be_copied, has_4bit, is_4bit, may_have_4bit
 from hf_paged.models.executor import ModelExecutor, fields_of, plain_values
 from hf_paged.models.experts import ExpertsParts, ExpertsReader, apply_experts
 from hf_paged.models.layer_ops import FUSED, PLAIN, apply_head, is_plain_linear
 from hf_paged.models.linears import HEAD, MLP_GROUP, QKV_GROUP, DecoderLinears, LinearView, has_experts
 from hf_paged.models.lora import is_loaded, is_patched, reads_tables
 from hf_paged.models.one_launch import OneLaunch, Rows, decoder_of, why_not
+from hf_paged.models.packed.dequantizing import Dequantizing, WeightsPlan, reads_packed
 from hf_paged.models.rope import RopeTable, longest_length
 from hf_paged.models.tuners import AdapterRows, apply_layer, inside_wrappers
 from hf_paged.parallel.group import SINGLE, ParallelGroup
@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 _SHAPES = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
 # A module of a model, its path, and the class it has to have; None for a layer of any known kind (linear, LoRA).
 _Part = tuple[str, nn.Module, type | None]
-_COPIED_SHARE = 0.5  # of free memory that copies of 4-bit weights may take with dequantize="auto"
 
 
 class LayerParts(NamedTuple):
@@ -86,8 +85,8 @@ class FusedExecutor(ModelExecutor):
     """Executor that runs the layers of one family by its own code, on `MergedWeight` and with `LayerOps`.
 
     Under autocast a dense model of plain linear layers runs so with `CopiedWeights`; any other model (quantized
-    layers, experts) runs by its own modules. 4-bit layers of bitsandbytes run so with `CopiedWeights`, too, where
-    ``dequantize`` (see `PagedConfig`) and memory allow it.
+    layers, experts) runs by its own modules. 4-bit layers of bitsandbytes run so with `CopiedWeights`, too, or by
+    kernels that read their bytes, as ``dequantize`` (see `PagedConfig`) and memory allow it.
     """
 
     body = "model"
@@ -104,8 +103,7 @@ class FusedExecutor(ModelExecutor):
         self._ops = FUSED if fused_kernels else PLAIN
         self._wants_one_launch = one_launch and fused_kernels
         self._experts = ExpertsReader(self, is_wanted=fused_experts and fused_kernels)
-        self._wants_dequantized = dequantize
-        self._fitting: tuple[int, bool] | None = None  # bytes of copies of 4-bit weights, and whether they may be made
+        self._dequantizing = Dequantizing(dequantize)
         self._has_head_norms = "q_norm" in family.parts
         self._rope = RopeTable()
         self._linears = DecoderLinears()
@@ -281,36 +279,28 @@ class FusedExecutor(ModelExecutor):
 
     def _prepare_copies(self) -> None:
         """Make or drop copies as the running calls need them; `refresh` fills them."""
-        dtype, groups = self._to_copy()
-        self._runs_modules = self.autocast is not None and not groups
-        if not groups:
-            self._linears.copied = None
-            return
+        plan = self._plan_weights()
+        self._runs_modules = self.autocast is not None and not plan.copied
         try:
-            self._linears.copy(groups, dtype)
-        except torch.OutOfMemoryError as error:
-            if self._wants_dequantized is False or not has_4bit(groups):
+            self._linears.make(plan)
+        except torch.OutOfMemoryError:
+            if not has_4bit(plan.copied):
                 raise
-            size = copied_bytes(groups, dtype)
-            if self._wants_dequantized is True:
-                raise torch.OutOfMemoryError(
-                    f"dequantize=True: {size / 2**30:.2f} GiB for copies of the 4-bit weights are not free. Free "
-                    "memory, or set dequantize=\"auto\" or False, with which the layers run as they stand"
-                ) from error
-            self._fitting = size, False
+            self._dequantizing.without_copies(plan.nbytes)
             self._prepare_copies()
 
-    def _to_copy(self) -> tuple[torch.dtype, Groups]:
-        """Return the dtype and the groups of copies; no groups if there is nothing to copy.
-
-        Under autocast, if modules have to run as they stand.
-        """
-        dtype = self.autocast or self.kv_spec().compute_dtype
+    def _plan_weights(self) -> WeightsPlan:
+        """Return what steps are to multiply with; no groups under autocast: modules have to run as they stand."""
+        dtype, device = self.autocast or self.kv_spec().compute_dtype, self.kv_spec().device
         if self.autocast is None and not may_have_4bit():
-            return dtype, {}
+            return WeightsPlan(dtype)
         self._read_linears()
         groups: Groups = self._castable() if self.autocast is not None else self._linears.packed_bases(dtype)
-        return dtype, groups if not has_4bit(groups) or self._may_dequantize(groups, dtype) else {}
+        return self._dequantizing.plan(groups, dtype, device, by_kernels=self._reads_packed(device, dtype), head=HEAD,
+                                       whole=self.autocast is not None)
+
+    def _reads_packed(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return self._ops is FUSED and not self.group.is_parallel and reads_packed(device, dtype)
 
     def describe_4bit(self, device: torch.device) -> str | None:
         """Return how 4-bit layers would run on a device without autocast, and why; None if there are none."""
@@ -318,14 +308,8 @@ class FusedExecutor(ModelExecutor):
             return None
         self._read_linears()
         dtype = self.kv_spec().compute_dtype
-        if self._wants_dequantized is False:
-            return "as they stand: dequantize=False"
-        if not (groups := self._linears.packed_bases(dtype)):
-            return f"as they stand: they do not compute in {dtype}, or have hooks or patched code"
-        size, free = copied_bytes(groups, dtype), free_memory(device)
-        if self._wants_dequantized == "auto" and size > _COPIED_SHARE * free:
-            return f"as they stand: copies of {size / 2**30:.2f} GiB exceed half of the {free / 2**30:.2f} GiB free"
-        return f"by copies of {size / 2**30:.2f} GiB in {dtype}"
+        return self._dequantizing.describe(self._linears.packed_bases(dtype), dtype, device, head=HEAD,
+                                           by_kernels=self._reads_packed(device, dtype))
 
     def _castable(self) -> Groups:
         """Return the groups of linear layers if autocast would cast nothing else."""
@@ -347,17 +331,6 @@ class FusedExecutor(ModelExecutor):
         for layer in self._layers():
             yield from (layer.input_layernorm, layer.post_attention_layernorm)
 
-    def _may_dequantize(self, groups: Groups, dtype: torch.dtype) -> bool:
-        """Return whether copies of these groups may be made; decided once, since copies change what is free."""
-        if self._wants_dequantized != "auto":
-            return bool(self._wants_dequantized)
-        size = copied_bytes(groups, dtype)
-        if self._fitting is None or self._fitting[0] != size:
-            self._fitting = size, size <= _COPIED_SHARE * free_memory(self.kv_spec().device)
-            logger.info("hf_paged: copies of 4-bit weights take %.2f GiB and are %s", size / 2**30,
-                        "made" if self._fitting[1] else "not made: memory is short, so the layers run as they stand")
-        return self._fitting[1]
-
     def refresh(self, checksum: torch.Tensor | None) -> None:
         if self._linears.copied is not None:
             self._copied_contents = self.watch.step_contents(self.model)  # first, so that later changes are noticed
@@ -371,16 +344,15 @@ class FusedExecutor(ModelExecutor):
 
     @property
     def has_copies(self) -> bool:
-        return bool(self._linears.copies())
+        return self._linears.copied is not None and bool(self._linears.copied.tensors())
 
     @property
     def copied_bytes(self) -> int:
         return 0 if self._linears.copied is None else self._linears.copied.nbytes
 
     def bytes_to_come(self) -> int:
-        dtype, groups = self._to_copy()
         copied = self._linears.copied
-        return 0 if copied is not None and copied.is_here else copied_bytes(groups, dtype)
+        return 0 if copied is not None and copied.is_here else self._plan_weights().nbytes
 
     def own_tensors(self) -> list[torch.Tensor]:
         return self._linears.tensors()
@@ -393,13 +365,12 @@ class FusedExecutor(ModelExecutor):
     def _would_find_the_same(self) -> bool:
         """Return whether looking up everything again would change nothing."""
         self._read_linears()
-        dtype, groups = self._to_copy()
-        if self._runs_modules != (self.autocast is not None and not groups):
+        plan = self._plan_weights()
+        if self._runs_modules != (self.autocast is not None and not plan.copied):
             return False
         if self._runs_modules:
             return True
-        copied = self._linears.copied
-        if (copied is None) != (not groups) or (copied is not None and not copied.fit(groups, dtype)):
+        if not self._linears.is_made(plan):
             return False
         found = self._collect_parts()
         return len(found) == len(self._layer_parts) and all(map(LayerParts.is_same, self._layer_parts, found))
@@ -415,7 +386,7 @@ class FusedExecutor(ModelExecutor):
     def release(self) -> None:
         super().release()
         self._rope, self._linears, self._one_launch = RopeTable(), DecoderLinears(), None
-        self._fitting = None
+        self._dequantizing = Dequantizing(self._dequantizing.wants)
 
     def may_use_one_launch(self, rows: int, lengths: np.ndarray) -> bool:
         return self._one_launch is not None and decoder_layers_support.pays_off(rows, lengths)

@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_paged.kernels.layer.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from hf_paged.kernels.layer.linear import linear, linear_parts, linear_silu_mul
+from hf_paged.kernels.layer.linear_4bit import linear_4bit, linear_4bit_parts, linear_4bit_silu_mul
 from hf_paged.kernels.layer.qk_norm_rope_store import (
     qk_norm_rope_store,
     qk_norm_rope_store_reference,
@@ -53,6 +54,7 @@ def _as_they_are(*tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 FUSED = LayerOps(linear, _linear_parts, linear_silu_mul, silu_mul, add_rms_norm, step_tables, qk_norm_rope_store)
+PACKED = FUSED._replace(linear=linear_4bit, linear_parts=linear_4bit_parts, linear_silu_mul=linear_4bit_silu_mul)
 # A kernel writes the cache in any case: torch's ops would wait for the device to learn which tokens to write.
 PLAIN = LayerOps(F.linear, F.linear, _linear_silu_mul, silu_mul_reference, add_rms_norm_reference,
                  _as_they_are, partial(qk_norm_rope_store_reference, store=store_kv))

@@ -14,12 +14,14 @@ from torch import nn
 
 from hf_paged.device.adjacent import AdjacentMemory, adjacent_memory
 from hf_paged.guards.snapshot import tensors_inside
+from hf_paged.kernels.layer.linear_4bit import Packed4BitGroup
 from hf_paged.kernels.layer.silu_mul import silu_mul_host
 from hf_paged.kernels.lora.lora_expand import Delta, lora_expand_silu_mul
 from hf_paged.models.copied_weights import CopiedWeights, Copies, can_be_copied, is_4bit
-from hf_paged.models.layer_ops import LayerOps, apply_linear, is_plain_linear, row_product
+from hf_paged.models.layer_ops import PACKED, LayerOps, apply_linear, is_plain_linear, row_product
 from hf_paged.models.lora import AdaptedLayers, Adapters
 from hf_paged.models.merged import MergedWeight, keep_alive, merge
+from hf_paged.models.packed.dequantizing import WeightsPlan, packed_group
 from hf_paged.models.tuners import AdapterRows
 from hf_paged.parallel.group import SINGLE, ParallelGroup
 
@@ -34,13 +36,14 @@ _FEW_ROWS = 8
 class LinearView(NamedTuple):
     """Linear layers over the same input, checked before, and what a step multiplies with in place of them.
 
-    `weight` [sum n_i, k] and `bias` are the layers' merged or cast ones; with None the layers' own are read in every
-    step. With `lora` the layers are base layers, and the kernel that reads their product adds the LoRA update.
+    `weight` [sum n_i, k] and `bias` are the layers' merged or cast ones, or `weight` is their bytes of 4-bit numbers;
+    with None the layers' own are read in every step. With `lora` the layers are base layers, and the kernel that reads
+    their product adds the LoRA update.
     `linear` multiplies; it returns parts of the product (`linear_parts`) if the kernel that reads these sums them.
     """
 
     linears: tuple[Any, ...]
-    weight: torch.Tensor | None
+    weight: torch.Tensor | Packed4BitGroup | None
     bias: torch.Tensor | None
     are_plain: bool
     lora: AdaptedLayers | None
@@ -120,6 +123,7 @@ class DecoderLinears:
         self.adapters: Adapters | None = None  # None: not read yet
         self.copied: CopiedWeights | None = None
         self._groups: dict[str, tuple[nn.Module, ...]] = {}
+        self._packed: dict[str, Packed4BitGroup] = {}
         self._memory: AdjacentMemory | None = None
         self._merged: dict[str, MergedWeight] = {}
         self._held: list[torch.Tensor] = []  # keeps what merged tensors read if a parameter is re-pointed
@@ -156,13 +160,35 @@ class DecoderLinears:
         return {key: linears for key, linears in self.bases().items()
                 if any(map(is_4bit, linears)) and can_be_copied({key: linears}, dtype)}
 
-    def copy(self, groups: Mapping[str, tuple[nn.Module, ...]], dtype: torch.dtype) -> None:
-        """Make copies of these groups of `bases` in this dtype, where they do not fit the layers any more;
-        `CopiedWeights.refresh` fills them."""
-        if self.copied is None or not self.copied.fit(groups, dtype):
-            self.copied = None  # first: memory may not hold both
-            self.copied = CopiedWeights(groups, dtype)
+    def make(self, plan: WeightsPlan) -> None:
+        """Make copies of groups of `bases` where they do not fit the layers any more, which `CopiedWeights.refresh`
+        fills, and look up the bytes of other groups."""
+        if not plan.copied and not plan.packed:
+            self.copied, self._packed = None, {}
+            return
+        if self.copied is None or not self.copied.fit(plan.copied, plan.dtype, plan.scratch):
+            self.copied, self._packed = None, {}  # first: memory may not hold both
+            weight = next(iter((plan.packed or plan.copied).values()))[0].weight
+            self.copied = CopiedWeights(plan.copied, plan.dtype, plan.scratch, weight.device)
         self.copied.restore()
+        self._packed = self._packed_of(plan)
+
+    def is_made(self, plan: WeightsPlan) -> bool:
+        """Return whether `make` would change nothing."""
+        if self.copied is None:
+            return not plan.copied and not plan.packed
+        fits = self.copied.is_here and self.copied.fit(plan.copied, plan.dtype, plan.scratch)
+        return fits and list(map(id, self._packed_of(plan).values())) == list(map(id, self._packed.values()))
+
+    def _packed_of(self, plan: WeightsPlan) -> dict[str, Packed4BitGroup]:
+        """Return the bytes of a plan's groups; where these lie as they did, the objects that there are."""
+        found: dict[str, Packed4BitGroup] = {}
+        scratch = None if self.copied is None else self.copied.scratch
+        for key, linears in plan.packed.items():
+            if scratch is not None and (group := packed_group(linears, plan.dtype, scratch)) is not None:
+                before = self._packed.get(key)
+                found[key] = before if before is not None and group.is_same(before) else group
+        return found
 
     def copies(self) -> Mapping[str, Copies]:
         """Return the copies by group."""
@@ -206,6 +232,10 @@ class DecoderLinears:
         linears = self._bases(linears)
         if (copies := self.copies().get(key)) is not None:
             return LinearView(linears, copies.weight, copies.bias, True, lora, ops.linear, ops)
+        if (packed := self._packed.get(key)) is not None:
+            in_parts = joins and not key.endswith(MLP_GROUP) and lora is None
+            return LinearView(linears, packed, None, False, lora, PACKED.linear_parts if in_parts else PACKED.linear,
+                              PACKED)
         merged, are_plain = self._merged.get(key), all(map(is_plain_linear, linears))
         weight = merged.current() if merged is not None and merged.belongs_to(linears) else None
         in_parts = joins and are_plain and lora is None and not key.endswith(MLP_GROUP)
@@ -218,7 +248,7 @@ class DecoderLinears:
 
     def drop_references(self) -> None:
         """Release layers and memory until `read`; the copies' addresses stay if the device can map memory."""
-        self._groups, self._merged, self._held = {}, {}, []
+        self._groups, self._merged, self._packed, self._held = {}, {}, {}, []
         if self.copied is not None and not self.copied.unmap():
             self.copied = None
 

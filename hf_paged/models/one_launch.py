@@ -52,14 +52,14 @@ class OneLaunch:
         self.device = device
         self._key: tuple | None = None  # of the decoder that the plans are for
         self._plans: dict[int, Any] = {}  # None: the kernel does not support it
-        self._compiled: dict[int, Future[object]] = {}
+        self._compiled: dict[int, list[Future[object]]] = {}
         self._ready: set[int] = set()
         self._have_run: set[int] = set()  # a kernel's first launch loads it, which no graph can record
         self._captured: list[torch.Tensor] = []
 
     def look_again(self) -> None:
         """Use the kernels that are compiled by now; to be called while no request runs."""
-        self._ready |= {rows for rows, compiled in self._compiled.items() if compiled.done()}
+        self._ready |= {rows for rows, kernels in self._compiled.items() if _are_done(kernels)}
 
     def is_ready(self, rows: int) -> bool:
         """Return whether one launch would compute a step: the kernel supported the last one, and is compiled."""
@@ -84,7 +84,8 @@ class OneLaunch:
         if plan is None or count not in self._ready or (captures and count not in self._have_run):
             return None
         try:
-            self._compiled[count].result()
+            for kernel in self._compiled[count]:
+                kernel.result()
             made: torch.Tensor = plan.run(hidden, *rows)
         except torch.OutOfMemoryError:
             raise
@@ -127,10 +128,14 @@ class OneLaunch:
             support.refuse(self.device, error)
             return
         self._plans[count], self._compiled[count] = plan, compiled
-        if compiled.done():
+        if _are_done(compiled):
             self._ready.add(count)
         else:
             self._ready.discard(count)
+
+
+def _are_done(kernels: list[Future[object]]) -> bool:
+    return all(kernel.done() for kernel in kernels)
 
 
 def why_not(layers: Sequence[Any], final_norm: Any) -> str | None:
@@ -161,7 +166,7 @@ def decoder_of(layers: Sequence[Any], final_norm: Any, caches: Sequence[tuple[to
 def _weight_of(view: LinearView) -> torch.Tensor:
     """Return the weight of a view of one layer: its copy, if there is one."""
     (linear,) = view.linears
-    weight: torch.Tensor = linear.weight if view.weight is None else view.weight
+    weight: Any = linear.weight if view.weight is None else view.weight
     return weight
 
 

@@ -242,15 +242,19 @@ class Metric(NamedTuple):
         kind: "gauge", "counter", "histogram" or "info".
         name: Name without the prefix.
         what: Help text.
-        value: Returns the value in a reading; with ``labels`` a dict of values by the labels' values.
+        value: Returns the value in a reading; with ``labels`` a dict of values by the labels' values. None: that of the
+            field of `EngineStats` with the metric's name.
         labels: Labels besides those of the engine.
     """
 
     kind: str
     name: str
     what: str
-    value: Callable[[Reading], Any]
+    value: Callable[[Reading], Any] | None = None
     labels: tuple[str, ...] = ()
+
+    def of(self, reading: Reading) -> Any:
+        return getattr(reading.stats, self.name) if self.value is None else self.value(reading)
 
 
 def _of_calls(reading: Reading, count: str) -> dict[tuple[str, str], int]:
@@ -274,26 +278,22 @@ METRICS = (
     _gauge("num_requests_waiting", "Requests that wait for a row.", lambda of: of.stats.num_waiting),
     _gauge("kv_cache_usage_perc", "Part of the KV pool's blocks that requests use; 1 is all of them.",
            lambda of: of.stats.num_used_blocks / max(of.stats.num_blocks - 1, 1)),  # block 0 is never used
-    _gauge("kv_cache_bytes", "Memory of the KV pool.", lambda of: of.stats.kv_cache_bytes),
-    _gauge("shadow_bytes", "Memory of copies of weights in the dtype of autocast, or gathered from ranks.",
-           lambda of: of.stats.shadow_bytes),
-    _gauge("weights_version", "Goes up when the weights were found to be others.", lambda of: of.stats.weights_version),
-    _gauge("longest_delay_seconds", "Most time that compiling and capturing took in one step.",
-           lambda of: of.stats.longest_delay_seconds),
+    _gauge("kv_cache_bytes", "Memory of the KV pool."),
+    _gauge("shadow_bytes", "Memory of copies of weights in the dtype of autocast, or gathered from ranks."),
+    _gauge("weights_version", "Goes up when the weights were found to be others."),
+    _gauge("longest_delay_seconds", "Most time that compiling and capturing took in one step."),
     _gauge("num_requests_waiting_by_reason", "Requests that wait, by what keeps them.",
            lambda of: {(reason,): count for reason, count in of.waiting.items()}, ("reason",)),
-    _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
-             lambda of: of.stats.prefix_cache_queries),
-    _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda of: of.stats.prefix_cache_hits),
-    _counter("num_preemptions", "Requests that had to give their blocks back.", lambda of: of.stats.num_preemptions),
+    _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    _counter("num_preemptions", "Requests that had to give their blocks back."),
     _counter("prompt_tokens", "Prompt tokens computed, or found in the prefix cache.",
              lambda of: of.stats.num_prefill_tokens + of.stats.prefix_cache_hits),
     _counter("generation_tokens", "Tokens made.", lambda of: of.stats.num_generated_tokens),
-    _counter("num_steps", "Steps launched.", lambda of: of.stats.num_steps),
-    _counter("num_steps_delayed", "Steps of more than 50 ms that compiled a kernel or captured a CUDA graph.",
-             lambda of: of.stats.num_steps_delayed),
-    _counter("compile_wait_seconds", "Time that steps waited for kernels.", lambda of: of.stats.compile_wait_seconds),
-    _counter("capture_seconds", "Time in which steps captured CUDA graphs.", lambda of: of.stats.capture_seconds),
+    _counter("num_steps", "Steps launched."),
+    _counter("num_steps_delayed", "Steps of more than 50 ms that compiled a kernel or captured a CUDA graph."),
+    _counter("compile_wait_seconds", "Time that steps waited for kernels."),
+    _counter("capture_seconds", "Time in which steps captured CUDA graphs."),
     _counter("kernels_compiled", "Kernels that the process compiled.", lambda of: of.stats.num_kernels_compiled),
     _counter("kernels_loaded", "Kernels that the process found in Triton's cache on the disk.",
              lambda of: of.stats.num_kernels_loaded),
@@ -301,10 +301,8 @@ METRICS = (
              lambda of: of.stats.num_draft_tokens),
     _counter("spec_decode_num_accepted_tokens", "Guesses that came true.",
              lambda of: of.stats.num_accepted_draft_tokens),
-    _counter("kv_bytes_read", "Bytes of keys and values that attention read, on this device; a prompt's once.",
-             lambda of: of.stats.kv_bytes_read),
-    _counter("kv_bytes_saved", "Bytes that it did not read again, since rows shared a prefix.",
-             lambda of: of.stats.kv_bytes_saved),
+    _counter("kv_bytes_read", "Bytes of keys and values that attention read, on this device; a prompt's once."),
+    _counter("kv_bytes_saved", "Bytes that it did not read again, since rows shared a prefix."),
     _counter("estimated_flops_per_gpu",
              "Floating-point operations of all steps, estimated from their plans, on this device.",
              lambda of: of.work.flops),

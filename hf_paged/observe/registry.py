@@ -65,7 +65,7 @@ def families(readings: list[Reading]) -> Iterator[Any]:
     for metric in METRICS:
         family: Any = kinds[metric.kind](PREFIX + metric.name, metric.what, labels=[*LABELS, *metric.labels])
         for one in readings:
-            found = metric.value(one)
+            found = metric.of(one)
             for labels, value in found.items() if metric.labels else [((), found)]:
                 family.add_metric([*one.labels, *labels], *(value if metric.kind == "histogram" else (value,)))
         yield family

@@ -162,13 +162,14 @@ def active_names(model: Any, names: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(listed))
 
 
-def check_removable(model: Any, name: Any) -> None:
-    """Raise ValueError if `remove_adapter` would leave something of an adapter, or the model has none of this name."""
+def removable_name(model: Any, name: Any) -> str:
+    """Return the name of an adapter that `remove_adapter` removes whole; raises ValueError for any other."""
     known = _names_of(model)
     if name not in known:
         raise ValueError(f"name={name!r:.200}: expected one of "
                          f"{', '.join(map(repr, sorted(known))) or 'none, since the model has no adapter'}")
     _check_lora_alone(model, f"name={name!r:.200}", "delete_adapter", {name})
+    return name
 
 
 def _check_lora_alone(model: Any, given: str, method: str, merged: Collection[str] | None = None) -> None:
@@ -187,6 +188,20 @@ def activate(model: Any, names: Sequence[str]) -> None:
     """Make these adapters, and no others, the active ones of every LoRA layer; nothing begins to train."""
     for _, layer in _lora_layers(model):
         layer._active_adapter = list(names)
+
+
+def follow_layers(tuners: list[Any], model: Any) -> None:
+    """Let PeftModels and tuners around a model name the active adapters of its layers.
+
+    A PeftModel names one, also where none is active: its forward reads that one's config.
+    """
+    active = next((list(layer.active_adapters) for _, layer in _lora_layers(model)), [])
+    for tuner in tuners:
+        if hasattr(tuner, "get_base_model"):
+            known = [*active, tuner.active_adapter, *tuner.peft_config]
+            tuner.active_adapter = next((name for name in known if name in (*tuner.peft_config,)), [])
+        else:
+            tuner.active_adapter = active
 
 
 def layer_inside(module: nn.Module) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from hf_paged.attention.registry import resolve_backend
 from hf_paged.device.cuda import capture_lock, upload
-from hf_paged.kernels.build.compiling import compiled_aside, compiled_together
+from hf_paged.kernels.build.compiling import compiled_ahead, compiled_together
 from hf_paged.models import KVSpec, ModelExecutor
 from hf_paged.models.base import StepContext
 from hf_paged.models.images.fed_rows import FedRows
@@ -359,7 +359,7 @@ class ModelRunner:
         if self.graphs is None:
             return []
         self.follow_stream()
-        return compiled_aside(partial(rows_with, self.graphs.steps, stages, scored, masked=masked, named=named))
+        return compiled_ahead(partial(rows_with, self.graphs.steps, stages, scored, masked=masked, named=named))
 
     def _update_state(self, plan: StepPlan, admitted: list[SlotRow]) -> None:
         self.follow_stream()

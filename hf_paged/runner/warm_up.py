@@ -14,6 +14,7 @@ import torch
 from hf_paged.config import PagedConfig
 from hf_paged.kernels.build.compiling import compiled_before, in_background, loaded
 from hf_paged.models import ModelExecutor
+from hf_paged.models.images.tower_attention import tower_launches
 from hf_paged.runner.dry_runs import dry_runs
 from hf_paged.runner.manifest import IdleSaver, Manifest, manifest_path
 from hf_paged.runner.model_runner import ModelRunner
@@ -75,12 +76,16 @@ class WarmUp:
         self.is_done |= is_full or self._config.warmup == "full"
 
     def _steps(self, runner: ModelRunner) -> Launches:
-        """Return the steps of all sizes that graphs hold, and those of optional features, with padding alone."""
-        if runner.graphs is None or self._executor.replica is not None:
+        """Return the steps of all sizes that graphs hold, and those of optional features, with padding alone, and
+        launches for images."""
+        if self._executor.replica is not None:
             return []
+        towers = list(tower_launches(self._executor.source, runner.device))
+        if runner.graphs is None:
+            return towers
         runner.prepare()
-        return list(dry_runs(runner.graphs.steps, self._config.max_num_seqs, self._config.max_num_batched_tokens,
-                             optional=True))
+        return [*dry_runs(runner.graphs.steps, self._config.max_num_seqs, self._config.max_num_batched_tokens,
+                          optional=True), *towers]
 
     def _compile(self, missing: Launches) -> None:
         with torch.cuda.device(self._executor.kv_spec().device):

@@ -32,7 +32,7 @@ from hf_paged.server.errors import (
     settings_of,
 )
 from hf_paged.server.generation import Generation
-from hf_paged.server.lifetime import EndsWithItsClient, OpenAnswers
+from hf_paged.server.lifetime import MAX_BODY_BYTES, EndsWithItsClient, OpenAnswers
 from hf_paged.server.prompts import chat_prompt, check_tokens, text_prompt
 from hf_paged.server.protocol import (
     B,
@@ -51,12 +51,14 @@ from hf_paged.server.tools import calls_form
 REQUEST_ID = "x-request-id"
 
 
-def build_app(served: ServedModel, answers: OpenAnswers, *, enable_cors: bool = False) -> FastAPI:
+def build_app(served: ServedModel, answers: OpenAnswers, *, enable_cors: bool = False,
+              max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
     """Return the application of a model, which it closes when it shuts down.
 
     Args:
         answers: registry of running answers, which end when the server stops.
         enable_cors: let pages of any origin send requests.
+        max_body_bytes: longer bodies are refused.
     """
 
     @asynccontextmanager
@@ -67,7 +69,7 @@ def build_app(served: ServedModel, answers: OpenAnswers, *, enable_cors: bool = 
     app = FastAPI(lifespan=lifespan, title="hf_paged")
     if enable_cors:
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(EndsWithItsClient, answers=answers)
+    app.add_middleware(EndsWithItsClient, answers=answers, max_body_bytes=max_body_bytes)
     _add_error_handlers(app)
 
     @app.post("/v1/chat/completions")

@@ -19,6 +19,7 @@ from hf_paged.options.arguments import salt_digest
 from hf_paged.server.errors import DONE, error_body, event
 
 SECONDS = 4.0  # maximum time from the signal to the end of the process
+MAX_BODY_BYTES = 64 << 20  # room for the data URLs of `ImageLimits`
 REASON = "the server was told to stop while this answer was being made"
 
 
@@ -81,11 +82,11 @@ class EndsWithItsClient:
     """ASGI middleware that cancels a POST and its work in the engine when the client disconnects.
 
     The routes find the request's `Exchange` in ``request.state.exchange``. When the server stops, a running answer ends
-    with that reason.
+    with that reason. A body of more than ``max_body_bytes`` is refused (413) without being kept.
     """
 
-    def __init__(self, app: Any, answers: OpenAnswers) -> None:
-        self._app, self._answers = app, answers
+    def __init__(self, app: Any, answers: OpenAnswers, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self._app, self._answers, self._max_body_bytes = app, answers, max_body_bytes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -95,8 +96,9 @@ class EndsWithItsClient:
             await self._answer(ends, scope, receive, send)
 
     async def _answer(self, ends: asyncio.Event, scope: Any, receive: Any, send: Any) -> None:
-        exchange = scope.setdefault("state", {})["exchange"] = Exchange(Headers(scope=scope))
-        client, answer = _Client(receive), _Answer(send)
+        headers, most = Headers(scope=scope), self._max_body_bytes
+        exchange = scope.setdefault("state", {})["exchange"] = Exchange(headers)
+        client, answer = _Client(receive, int(headers.get("content-length", 0)), most), _Answer(send)
         app = asyncio.ensure_future(self._app(scope, client.receive, answer.send))
         left, stops = watches = [asyncio.ensure_future(watch()) for watch in (client.left, ends.wait)]
         try:
@@ -107,8 +109,11 @@ class EndsWithItsClient:
             if not app.done():
                 app.cancel()
                 await asyncio.wait((app,))
-                if is_cut:
-                    await answer.cut(scope, receive)
+                if client.num_bytes > most:
+                    expected = f"expected at most {most:,} (--max-body-bytes)"
+                    await answer.cut(scope, receive, f"a body of {client.num_bytes:,} or more bytes, {expected}", 413)
+                elif is_cut:
+                    await answer.cut(scope, receive, REASON, 503)
             if not app.cancelled():
                 app.result()
         finally:
@@ -119,17 +124,26 @@ class EndsWithItsClient:
 
 
 class _Client:
-    """Receiver of the client's messages that reads ahead, so that a disconnect is seen while the app is busy."""
+    """Receiver of the client's messages that reads ahead, so that a disconnect is seen while the app is busy.
 
-    def __init__(self, receive: Any) -> None:
+    Attributes:
+        num_bytes: those of the body that have come, or that its header announced if these are more.
+    """
+
+    def __init__(self, receive: Any, announced: int, max_bytes: int) -> None:
         self._receive = receive
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
+        self._max_bytes, self.num_bytes = max_bytes, announced
 
     async def left(self) -> None:
-        """Return when the client has disconnected."""
-        while True:
+        """Return when the client has disconnected, or its body is too long."""
+        num_come = 0
+        while self.num_bytes <= self._max_bytes:
             message = await self._receive()
-            self._messages.put_nowait(message)
+            num_come += len(message.get("body", b""))
+            self.num_bytes = max(self.num_bytes, num_come)
+            if self.num_bytes <= self._max_bytes:
+                self._messages.put_nowait(message)
             if message["type"] == "http.disconnect":
                 return
 
@@ -152,11 +166,11 @@ class _Answer:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.is_complete = True
 
-    async def cut(self, scope: Any, receive: Any) -> None:
-        """End the answer because the server stops; the app's task is already cancelled."""
-        body = error_body(REASON, 503)
+    async def cut(self, scope: Any, receive: Any, reason: str, status: int) -> None:
+        """End the answer with an error; the app's task is already cancelled."""
+        body = error_body(reason, status)
         if self._begun is None:
-            await JSONResponse(body, 503)(scope, receive, self._send)
+            await JSONResponse(body, status)(scope, receive, self._send)
         elif self._begun.get("content-type", "").startswith("text/event-stream"):
             await self._send({"type": "http.response.body", "body": (event(body) + DONE).encode()})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import assert_idle, byte_tokenizer, random_prompts, tiny_model
+from support import byte_generator, byte_tokenizer, random_prompts, run_out, tiny_model
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
@@ -14,12 +14,7 @@ from hf_paged.engine.text import StopPolicy, StopTexts, TextStream
 PROMPTS = random_prompts([20, 5, 33, 16])
 SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 0, "seed": 3, "max_new_tokens": 30}
 
-
-@pytest.fixture(scope="module")
-def generator():
-    with PagedGenerator(tiny_model(), byte_tokenizer()) as generator:
-        yield generator
-        assert_idle(generator.model)
+generator = pytest.fixture(byte_generator, scope="module", name="generator")
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +176,7 @@ def test_a_text_is_streamed_whole_through_one_interrupt_behind_another(generator
     for steps in (3, 0):
         engine._core.dirty = True  # as an interrupt leaves it
         outputs += [output for _ in range(steps) for output in engine.step()]
-    while engine.has_unfinished():
-        outputs += engine.step()
+    run_out(engine, outputs)
     made = outputs[-1].completion
     assert [token for output in outputs for token in output.new_token_ids] == made.token_ids == free[0].token_ids
     assert "".join(output.new_text for output in outputs) == made.text == free[0].text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import random_prompts, tiny_model
+from support import random_prompts, run_out, tiny_model
 
 import hf_paged
 from hf_paged.kernels.build import compiling
@@ -35,9 +35,7 @@ def test_examples_run_to_their_ends_beside_other_requests(engine):
     waiting = engine.add_request(random_prompts([5])[0], max_new_tokens=3)
     report = engine.warm_up(random_prompts([4, 9]), max_new_tokens=2, logprobs=True, presence_penalty=0.5)
     assert report.seconds > 0.0 and engine.stats().num_generated_tokens >= 4
-    outputs = []
-    while engine.has_unfinished():
-        outputs += engine.step()
+    outputs = run_out(engine)
     assert {output.request_id for output in outputs} == {waiting}
     assert outputs[-1].completion.finish_reason == "length"
 
@@ -71,8 +69,7 @@ def test_steps_behind_a_warm_up_are_those_of_a_ready_engine(engine, monkeypatch)
     assert set(ready) == {False}
     ready.clear()
     engine.add_request([7, 8, 9], max_new_tokens=2)
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     assert set(ready) == {True}
 
 

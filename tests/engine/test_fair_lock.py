@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from threads import run_threads
 
 from hf_paged.engine.locked_core import _PATIENCE, FairLock
 
@@ -22,11 +23,7 @@ def spin(seconds: float) -> None:
 
 def in_threads(count, run):
     threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    run_threads(threads)
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 from support import Interrupt, batch, in_child, random_prompts, tiny_model
+from threads import run_threads
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
@@ -280,10 +281,7 @@ def test_engines_in_threads_leave_nothing_frozen():
                 gc.collect()
 
     threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threads)
     gc.collect()
     assert gc.get_freeze_count() == 0
 

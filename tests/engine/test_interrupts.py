@@ -23,7 +23,9 @@ from support import (
     byte_tokenizer,
     interrupted,
     interrupted_behind,
+    lent,
     random_prompts,
+    run_out,
     stock_generate,
     tiny_model,
 )
@@ -52,11 +54,7 @@ def of_stock(max_new_tokens=24):
 class LaunchError(RuntimeError):
     pass
 
-
-@pytest.fixture
-def model():
-    yield shared_model()
-    hf_paged.disable(shared_model())
+model = lent(shared_model)
 
 
 @contextmanager
@@ -423,8 +421,7 @@ def test_a_call_that_is_interrupted_in_any_function_leaves_nothing_behind(model,
         with pytest.raises(Interrupt), interrupted(at):
             model.generate(**call)
         tokens = []
-        while engine.has_unfinished():
-            tokens += [token for output in engine.step() for token in output.new_token_ids]
+        tokens += [token for output in run_out(engine) for token in output.new_token_ids]
         assert prompt + tokens == expected_short[0].tolist(), at
         assert_same_tensor(model.generate(**call), expected)
         while engine._core.requests:  # those of a call that was interrupted while it ended them

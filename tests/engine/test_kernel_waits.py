@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import Interrupt, assert_idle, random_prompts, stock_generate, tiny_model
+from support import Interrupt, assert_idle, random_prompts, run_out, stock_generate, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
@@ -72,8 +72,7 @@ def steps(engine, count):
 
 def run(engine, outputs=()):
     outputs = list(outputs)
-    while engine.has_unfinished():
-        outputs += engine.step()
+    run_out(engine, outputs)
     return {output.request_id: output.completion for output in outputs if output.completion is not None}
 
 

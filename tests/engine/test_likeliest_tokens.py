@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from option_cases import CASES
-from support import Interrupt, assert_idle, byte_tokenizer, random_prompts, tiny_model
+from support import Interrupt, assert_idle, byte_generator, random_prompts, run_out, tiny_model
 from test_interrupts import raising
 from test_log_probs import PROMPTS, SAMPLED
 from transformers import GenerationConfig
@@ -25,12 +25,7 @@ NO_SCORES = ("max_length", "max_new_tokens", "pad_token_id", "num_return_sequenc
 def stock():
     return tiny_model()
 
-
-@pytest.fixture
-def generator():
-    with PagedGenerator(tiny_model(), byte_tokenizer()) as generator:
-        yield generator
-        assert_idle(generator.model)
+generator = pytest.fixture(byte_generator, name="generator")
 
 
 def scores_of(stock, prompt, tokens, **options):
@@ -179,8 +174,7 @@ def test_an_interrupted_request_has_one_entry_per_token():
         outputs = engine.step() + engine.step() + engine.step()
         with raising(engine._core.pool.runner, "launch", 1, True, Interrupt()), pytest.raises(Interrupt):
             engine.step()
-        while engine.has_unfinished():
-            outputs += engine.step()
+        run_out(engine, outputs)
         completion = outputs[-1].completion
         assert completion.token_ids == whole.token_ids
         assert len(completion.top_logprobs) == 6

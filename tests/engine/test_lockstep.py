@@ -15,12 +15,14 @@ from support import (
     assert_native_parity,
     assert_same_tensor,
     batch,
+    lent,
     random_prompts,
+    run_out,
     stock_copy,
     stock_generate,
     tiny_model,
 )
-from threads import rows_of
+from threads import rows_of, run_threads
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
@@ -37,11 +39,7 @@ INPUTS = batch([20, 13, 5])
 OPTIONS = {"max_new_tokens": 12, "encoder_repetition_penalty": 1.2}
 of_stock = functools.cache(lambda: stock_generate(shared_model(), **INPUTS, **OPTIONS))
 
-
-@pytest.fixture
-def model():
-    yield shared_model()
-    hf_paged.disable(shared_model())
+model = lent(shared_model)
 
 
 def test_logits_are_those_of_the_models_own_forward(model):
@@ -84,8 +82,7 @@ def test_running_requests_of_others_survive(model, overlap, beams, monkeypatch):
     output = model.generate(**INPUTS, **OPTIONS, num_beams=beams)
     assert engine.stats().num_steps - steps == 12 + 1  # the prompts are a forward of their own
     invariants.check(engine._core.scheduler)
-    while engine.has_unfinished():
-        tokens += [t for output_ in engine.step() for t in output_.new_token_ids]
+    tokens += [t for output_ in run_out(engine) for t in output_.new_token_ids]
     assert tokens == expected
     assert engine.stats().num_preemptions == preempted
     assert_same_tensor(output, stock_generate(model, **INPUTS, **OPTIONS, num_beams=beams))
@@ -102,11 +99,7 @@ def test_threads_in_lockstep_and_native_at_once(model):
 
     threads = [threading.Thread(target=run, args=(i,), kwargs=OPTIONS if i % 2 else {"max_new_tokens": 12})
                for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
+    run_threads(threads)
     for i in range(4):
         assert_same_tensor(results[i], of_stock() if i % 2 else native)
     assert_idle(model)
@@ -179,8 +172,7 @@ def test_a_call_that_dies_anywhere_leaves_a_working_engine(model, target, at, af
         with torch.no_grad():
             answer = model(input_ids=torch.tensor([[*prompt, 3 + i, 5 + i]])).logits[0, -1]
         assert torch.allclose(after_all[i], answer, atol=1e-4)
-    while engine.has_unfinished():
-        tokens += [t for output in engine.step() for t in output.new_token_ids]
+    tokens += [t for output in run_out(engine) for t in output.new_token_ids]
     assert tokens == expected
     assert_idle(model)
     invariants.check(engine._core.scheduler)
@@ -337,10 +329,7 @@ def test_two_callers_whose_own_code_disables_the_model_do_not_wait_for_each_othe
             ended.append(error)
 
     threads = [threading.Thread(target=call, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_threads(threads)
     assert len(ended) == 2
     for result in ended:
         assert "disabled" in str(result) if isinstance(result, RuntimeError) else torch.equal(result, of_stock())
@@ -372,8 +361,7 @@ def test_what_goes_wrong_in_one_callers_rows_is_that_callers(model, method, monk
     with pytest.raises(ZeroDivisionError, match="here"):
         model.generate(**INPUTS, **OPTIONS, logits_processor=LogitsProcessorList([Marking()]))
     tokens = []
-    while engine.has_unfinished():
-        tokens += [token for output in engine.step() for token in output.new_token_ids]
+    tokens += [token for output in run_out(engine) for token in output.new_token_ids]
     assert method != "answer" or prompt + tokens == expected
     monkeypatch.undo()
     assert_idle(model)
@@ -393,7 +381,10 @@ def test_a_pool_that_cannot_grow_in_the_middle_is_out_of_memory(model, monkeypat
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_captured_steps_give_what_eager_ones_give(beams, dtype):
-    """The decode graph that ends at the logits, over several padded sizes and a pool that moves in between."""
+    """The decode graph that ends at the logits, over several padded sizes and a pool that moves in between.
+
+    Padding rows give a product another kernel, and its sums another order.
+    """
     model, outputs = tiny_model().to("cuda", dtype), []
     for eager in (True, False):
         hf_paged.enable(model, strict=True, enforce_eager=eager)
@@ -406,7 +397,7 @@ def test_captured_steps_give_what_eager_ones_give(beams, dtype):
     for eager, captured in zip(*outputs, strict=True):
         assert_same_tensor(captured.sequences, eager.sequences)
         for a, b in zip(captured.scores, eager.scores, strict=True):
-            assert torch.allclose(a, b, rtol=1e-3, atol=1e-3)
+            assert torch.allclose(a, b, rtol=1e-3, atol=1e-3 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps)
 
 
 class Noting(LogitsProcessor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from option_cases import CASES
-from support import Interrupt, assert_idle, byte_tokenizer, left_padded, random_prompts, tiny_model
+from support import Interrupt, assert_idle, byte_tokenizer, left_padded, random_prompts, run_out, tiny_model
 from test_interrupts import raising
 from transformers import GenerationConfig
 
@@ -65,12 +65,6 @@ def assert_scored(stock, completion, **options):
 def assert_prompt_scored(stock, completion):
     assert completion.prompt_logprobs[0] is None
     assert_close(completion.prompt_logprobs[1:], prompt_scores_of(stock, completion.prompt_token_ids)[1:])
-
-
-def run(engine, outputs):
-    """Step until nothing is left, or until a step raises; `outputs` gets what came."""
-    while engine.has_unfinished():
-        outputs += engine.step()
 
 
 # -- generated tokens ------------------------------------------
@@ -175,7 +169,7 @@ def test_kinds_meet_in_one_step(overlap):
                  for p, kind in zip(PROMPTS, kinds, strict=True)]
         ids = [engine.add_request(p, config, seed=4, logprobs=kind) for p, kind in zip(PROMPTS, kinds, strict=True)]
         outputs = []
-        run(engine, outputs)
+        run_out(engine, outputs)
         completions = {output.request_id: output.completion for output in outputs if output.completion}
         for request_id, expected in zip(ids, alone, strict=True):
             completion = completions[request_id]
@@ -231,8 +225,7 @@ def test_steps_without_an_asker_do_not_compute_them(generator, monkeypatch):
     generator.engine.add_request(PROMPTS[0], config, logprobs=True, prompt_logprobs=True)
     generator.engine.add_request(PROMPTS[1], GenerationConfig(max_new_tokens=6))
     del wanted[:]
-    while generator.engine.has_unfinished():
-        generator.engine.step()
+    run_out(generator.engine)
     assert [w.sampled for w in wanted] == [("processed",)] * 2 + [()] * 4
     assert [bool(w.prompt) for w in wanted] == [True, False, False, False, False, False]
 
@@ -284,7 +277,7 @@ def test_a_request_without_a_valid_distribution_ends_with_those_it_has(generator
     outputs = [*engine.step(), *engine.step()]
     with torch.no_grad():
         generator.model.lm_head.weight[3] = torch.nan
-    run(engine, outputs)
+    run_out(engine, outputs)
     completion = outputs[-1].completion
     assert completion.finish_reason == "error"
     assert len(completion.logprobs) == len(completion.token_ids) == 2
@@ -410,8 +403,8 @@ def test_a_recovery_after_an_interrupt(stock, overlap, at, point):
         owner = engine._core.pool.runner if point == "launch" else engine._core.scheduler
         outputs = []
         with raising(owner, point, at, True, Interrupt()), pytest.raises(Interrupt):
-            run(engine, outputs)
-        run(engine, outputs)
+            run_out(engine, outputs)
+        run_out(engine, outputs)
         assert_idle(generator.model)
     outputs = [output for output in outputs if output.request_id == scored]
     completion = outputs[-1].completion
@@ -433,7 +426,7 @@ def test_a_recovery_forgets_what_was_not_given_out(stock, generator):
     request = engine._core.requests[request_id]
     given = [value for output in outputs for value in output.new_logprobs]
     assert (request.logprobs, request.prompt_logprobs) == (given, [None] * 20) and given
-    run(engine, outputs)
+    run_out(engine, outputs)
     assert_scored(stock, outputs[-1].completion)
     assert_prompt_scored(stock, outputs[-1].completion)
 
@@ -444,8 +437,8 @@ def test_a_launch_that_raises(stock, generator):
     engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=6), logprobs=True, prompt_logprobs=True)
     outputs = []
     with raising(engine._core.pool.runner, "launch", 3, True, RuntimeError("here")), pytest.raises(RuntimeError):
-        run(engine, outputs)
-    run(engine, outputs)
+        run_out(engine, outputs)
+    run_out(engine, outputs)
     assert_scored(stock, outputs[-1].completion)
     assert_prompt_scored(stock, outputs[-1].completion)
 

@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 
 import pytest
-from support import Interrupt, assert_idle, batch, interrupted, random_prompts, tiny_model
+from support import Interrupt, assert_idle, batch, interrupted, random_prompts, run_out, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
@@ -73,8 +73,7 @@ def add_all(engine, new_tokens=12, prefix="r"):
 
 def run(engine):
     completions = {}
-    while engine.has_unfinished():
-        completions |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
+    completions |= {o.request_id: o.completion for o in run_out(engine) if o.completion is not None}
     return completions
 
 

@@ -8,7 +8,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support import assert_same_tensor, batch, random_prompts, stock_generate, tiny_model
+from support import assert_same_tensor, batch, lent, random_prompts, run_out, stock_generate, tiny_model
+from threads import run_threads
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
@@ -24,11 +25,7 @@ shared_model = functools.cache(tiny_model)
 PROMPT = random_prompts([40])[0]  # two full blocks of 16
 SAMPLED = {"do_sample": True, "max_new_tokens": 6, "seed": 0}
 
-
-@pytest.fixture
-def model():
-    yield shared_model()
-    hf_paged.disable(shared_model())
+model = lent(shared_model)
 
 
 @pytest.fixture
@@ -96,8 +93,7 @@ def test_a_request_that_comes_later(model, plans):
         engine.step()
     assert not any(found(plan) for plan in plans)
     engine.add_request(PROMPT[:35], GenerationConfig(max_new_tokens=4))
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     assert (2, 0, 32) in {group for plan in plans for group in found(plan)}
     assert found(plans[-1]) == []
 
@@ -132,8 +128,7 @@ def test_rows_in_lockstep_share_with_requests(model, plans, monkeypatch):
     output = model.generate(**inputs, logits_processor=LogitsProcessorList([Plain()]))
     assert_same_tensor(output, expected)
     assert (3, 0, 32) in {group for plan in plans for group in found(plan)}
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -156,10 +151,7 @@ def test_threads_with_one_prompt(model, plans):
         results.append(model.generate(**inputs))
 
     threads = [threading.Thread(target=call) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_threads(threads)
     for result in results:
         assert_same_tensor(result, expected)
     assert all(found(plan) == [(len(plan.slots), 0, 32)] for plan in plans

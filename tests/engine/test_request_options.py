@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import assert_idle, byte_tokenizer, left_padded, random_prompts, tiny_model
+from support import assert_idle, byte_generator, left_padded, random_prompts, run_out, tiny_model
 from transformers import GenerationConfig, LogitsProcessor
 
 from hf_paged import PagedGenerator, UnsupportedOptionError
@@ -37,12 +37,7 @@ VALUES = {
 }
 WITH_IT = {"top_logprobs": {"logprobs": True}}
 
-
-@pytest.fixture(scope="module")
-def generator():
-    with PagedGenerator(tiny_model(), byte_tokenizer()) as generator:
-        yield generator
-        assert_idle(generator.model)
+generator = pytest.fixture(byte_generator, scope="module", name="generator")
 
 
 def test_every_option_is_here_and_at_every_entry():
@@ -70,8 +65,7 @@ def test_each_entry_hands_an_option_to_its_requests(generator, monkeypatch, name
     list(generator.stream(PROMPTS[:1], **keywords, **{name: value}))
     engine.add_request(PROMPTS[0], **keywords, **{name: value})
     generator.generate(PROMPTS[:2], **keywords, **{name: [value, PLAIN[name]]})
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     generator.generate(PROMPTS[:1], **keywords)
     first, *others, plain = seen
     assert others == [first, first, first, plain]
@@ -193,8 +187,7 @@ def test_a_request_whose_time_is_over_gives_its_blocks_back_within_a_step(overla
         assert 1 <= len(ended[late].token_ids) <= 3 and ended[late].error is None
         assert (ended[waiting].token_ids, ended[waiting].timings.started) == ([], None)
         assert engine.stats().num_blocks - engine.stats().num_free_blocks < used
-        while engine.has_unfinished():
-            outputs += engine.step()
+        run_out(engine, outputs)
         assert outputs[-1].request_id == other and outputs[-1].finish_reason == "length"
         assert_idle(generator.model)
 
@@ -203,14 +196,11 @@ def test_time_counts_once_and_for_its_own_request(generator):
     """An id that is used again has no deadline of before; one that ended in time has none left."""
     engine = generator.engine
     engine.add_request(PROMPTS[0], max_new_tokens=2, timeout=0.1, request_id="a")
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     assert not engine._core.features[Deadlines].requests
     engine.add_request(PROMPTS[0], max_new_tokens=3, request_id="a")
     time.sleep(0.11)
-    outputs = []
-    while engine.has_unfinished():
-        outputs += engine.step()
+    outputs = run_out(engine)
     assert outputs[-1].finish_reason == "length"
 
 
@@ -256,8 +246,7 @@ def test_scored_prompts_beside_requests_that_go_on(generator):
     engine.step()
     scored = engine.add_request(PROMPTS[1], max_new_tokens=0, prompt_logprobs=True)
     completions = {}
-    while engine.has_unfinished():
-        completions |= {o.request_id: o.completion for o in engine.step() if o.completion}
+    completions |= {o.request_id: o.completion for o in run_out(engine) if o.completion}
     assert len(completions[long].token_ids) == 8
     assert completions[scored].token_ids == [] and None not in completions[scored].prompt_logprobs[1:]
     [again] = generator.generate([completions[scored]], max_new_tokens=0, prompt_logprobs=True)

@@ -8,7 +8,7 @@ from derived_models import CLASSES, derived_model
 from family_models import family_model
 from outlines import outlined
 from recurrent_models import recurrent_model, with_idiom
-from support import random_prompts, tiny_model
+from support import random_prompts, run_out, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
@@ -42,8 +42,7 @@ def run(model, prompts, config=GREEDY, **settings):
     engine = hf_paged.Engine(model, PagedConfig(**{"num_blocks": 64, "routed_experts": True} | settings))
     order = [engine.add_request(prompt, config) for prompt in prompts]
     done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output.completion for output in engine.step() if output.completion is not None}
+    done |= {output.request_id: output.completion for output in run_out(engine) if output.completion is not None}
     return engine, [done[request] for request in order]
 
 

@@ -17,6 +17,7 @@ from support import (
     byte_tokenizer,
     interrupted_behind,
     random_prompts,
+    run_out,
     stock_copy,
     stock_generate,
     tiny_model,
@@ -415,8 +416,7 @@ def test_an_aborted_request_gives_everything_back(guessing):
         engine.step()
     for request_id in ids[:3]:
         engine.abort(request_id)
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     assert_idle(model)
     assert not engine._core.features[Speculation]._running
 
@@ -564,8 +564,7 @@ def test_an_interrupt_among_the_indexes_harms_no_later_guess(times):
         engine = hf_paged.Engine(model, hf_paged.PagedConfig(num_blocks=40))
         engine.add_request(prompt, config, request_id="a")
         with suppress(Interrupt), interrupted_behind(at, "/token_index.py", "/features/drafts.py") as places:
-            while engine.has_unfinished():
-                engine.step()
+            run_out(engine)
         return engine, places
 
     plain = hf_paged.Engine(model, hf_paged.PagedConfig(num_blocks=40))

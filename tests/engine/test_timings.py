@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from support import Interrupt, assert_idle, random_prompts, tiny_model
+from support import Interrupt, assert_idle, random_prompts, run_out, tiny_model
 from test_interrupts import raising
 from transformers import GenerationConfig
 
@@ -28,9 +28,7 @@ def finished(outputs):
 
 
 def run(engine):
-    outputs = []
-    while engine.has_unfinished():
-        outputs += engine.step()
+    outputs = run_out(engine)
     return finished(outputs)
 
 

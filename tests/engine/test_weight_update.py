@@ -17,6 +17,7 @@ from support import (
     batch,
     interrupted,
     random_prompts,
+    run_out,
     stock_generate,
     tiny_model,
 )
@@ -193,8 +194,7 @@ def test_constants_that_change_with_the_weights_are_no_version_of_their_own(runs
         with engine.weight_update():
             negate(generator.model)
             generator.model.model.norm.variance_epsilon = 0.5
-        while engine.has_unfinished():
-            engine.step()
+        run_out(engine)
         [completion] = generator.generate([PROMPT], max_new_tokens=4)
         assert completion.weight_versions == [1] * 4
         assert completion.token_ids == recomputed(generator.model, PROMPT, 4, {})

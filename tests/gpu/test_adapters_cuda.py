@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import batch, random_prompts, tiny_model
+from on_gpu import cuda_batch
+from support import random_prompts, tiny_model
 
 import hf_paged
 
@@ -24,7 +25,7 @@ def wrapped():
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
 def test_pefts_generate(wrapped, options):
-    inputs = {name: tensor.cuda() for name, tensor in batch([40, 33, 7, 33]).items()}
+    inputs = cuda_batch([40, 33, 7, 33])
     options = {**inputs, "max_new_tokens": 12, "adapter_names": NAMES, **options}
     expected = wrapped.generate(**options)
     hf_paged.enable(wrapped, strict=True)

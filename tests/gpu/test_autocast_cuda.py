@@ -8,7 +8,8 @@ import gc
 import pytest
 import torch
 from family_models import family_model
-from support import assert_native_parity, assert_same_tensor, batch, random_prompts, stock_copy, tiny_model
+from on_gpu import cuda_batch
+from support import assert_native_parity, assert_same_tensor, random_prompts, stock_copy, tiny_model
 
 import hf_paged
 from hf_paged import PagedGenerator
@@ -22,10 +23,6 @@ LOWER = [torch.bfloat16, torch.float16]
 
 def on_gpu(dtype=torch.float32, **overrides):
     return tiny_model(**(SHAPE | overrides)).to("cuda", dtype)
-
-
-def prompts(lengths, seed=1):
-    return {name: tensor.cuda() for name, tensor in batch(lengths, seed).items()}
 
 
 @pytest.mark.parametrize("config", [{}, {"enforce_eager": True}, {"fused_kernels": False}, {"merge_weights": False},
@@ -62,7 +59,7 @@ def test_weights_that_a_fused_optimizer_writes_are_noticed_on_the_device(caching
     """Copies, and graphs over them, follow; no counter of the parameters moves."""
     model = hf_paged.enable(on_gpu(), strict=True, enable_prefix_caching=caching)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
-    engine, inputs, seen = hf_paged.get_engine(model), prompts([50, 20]), []
+    engine, inputs, seen = hf_paged.get_engine(model), cuda_batch([50, 20]), []
     for _ in range(3):
         with torch.autocast("cuda", torch.bfloat16):
             seen.append(model.generate(**inputs, **OPTIONS))
@@ -84,7 +81,7 @@ def test_weights_that_a_fused_optimizer_writes_are_noticed_on_the_device(caching
 
 def test_unchanged_weights_are_not_copied_again():
     model = hf_paged.enable(on_gpu(), strict=True)
-    executor, inputs = hf_paged.get_engine(model)._executor, prompts([30])
+    executor, inputs = hf_paged.get_engine(model)._executor, cuda_batch([30])
     with torch.autocast("cuda", torch.bfloat16):
         first = model.generate(**inputs, **OPTIONS)
         copied = executor._linears.copied.by_name["lm_head"].weight
@@ -99,7 +96,7 @@ def test_unchanged_weights_are_not_copied_again():
 
 def test_calls_in_turn_with_and_without_autocast():
     model = hf_paged.enable(on_gpu(), strict=True)
-    stock, inputs = stock_copy(model), prompts([40])
+    stock, inputs = stock_copy(model), cuda_batch([40])
     for cast in (None, torch.bfloat16, None, torch.float16, torch.bfloat16):
         with torch.autocast("cuda", cast or torch.bfloat16, enabled=cast is not None):
             expected = stock.generate(**inputs, max_new_tokens=6)
@@ -109,7 +106,7 @@ def test_calls_in_turn_with_and_without_autocast():
 @pytest.mark.parametrize("variant", ["gemma3", "qwen3-moe", "gpt-oss"])
 def test_modules_that_are_called_as_they_stand(variant):
     stock, model = family_model(variant).cuda(), hf_paged.enable(family_model(variant).cuda(), strict=True)
-    inputs = prompts([40])
+    inputs = cuda_batch([40])
     for _ in range(2):  # the second replays graphs
         with torch.autocast("cuda", torch.bfloat16):
             expected = stock.generate(**inputs, max_new_tokens=4, pad_token_id=0)
@@ -120,7 +117,7 @@ def test_memory_is_given_back():
     model = on_gpu(hidden_size=512, intermediate_size=2048)
     gc.collect()
     torch.cuda.empty_cache()
-    inputs = prompts([40])
+    inputs = cuda_batch([40])
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()  # torch keeps one for each stream that a product ever ran on
     before = torch.cuda.memory_allocated()
@@ -144,7 +141,7 @@ def test_memory_is_given_back():
 def test_a_renewal_waits_for_nothing():
     """A kernel that runs for long is still at work when the renewal has been enqueued."""
     model = hf_paged.enable(on_gpu(), strict=True)
-    executor, inputs = hf_paged.get_engine(model)._executor, prompts([30])
+    executor, inputs = hf_paged.get_engine(model)._executor, cuda_batch([30])
     with torch.autocast("cuda", torch.bfloat16):
         model.generate(**inputs, **OPTIONS)
     checksum = torch.zeros(1, dtype=torch.int64, device="cuda")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from family_models import family_model
-from support import LOGITS, assert_same_but_for_near_ties, batch
+from on_gpu import cuda_batch
+from support import LOGITS, assert_same_but_for_near_ties
 
 import hf_paged
 from hf_paged.kernels.experts.down import down
@@ -38,7 +39,7 @@ def routes_of(rows, experts, top_k):
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rank", "adapters"), [(8, torch.float32), (16, torch.bfloat16), (20, torch.float32),
-                                                (64, torch.float32)])
+                                                (3, torch.float32), (64, torch.float32)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_folded_weights_are_torchs(dtype, rank, adapters, transposed):
     """Rows of the unit matrix give each of them: where one differs, float32 sums of another order lie about a tie."""
@@ -84,7 +85,7 @@ def test_tokens_of_a_model(name, monkeypatch):
                         lambda self, hidden, routes: seen.add(len(hidden)) or products(self, hidden, routes))
     wrapped = with_expert_adapter(family_model(name, **SHAPE).to("cuda", torch.bfloat16), scale=0.2)
     with_expert_adapter(wrapped, "second", 6, r=3, scale=0.2)
-    inputs = {key: tensor.cuda() for key, tensor in batch([33, 70, 7]).items()}
+    inputs = cuda_batch([33, 70, 7])
     changes = {"first": lambda: None, "second": lambda: wrapped.set_adapter("second"),
                "trained": lambda: randomize(wrapped, "second", 9, 0.2), "back": lambda: wrapped.set_adapter("default")}
     found = {}
@@ -110,7 +111,7 @@ def test_one_engine_follows_its_adapters():
 
     wrapped = with_expert_adapter(family_model("qwen3-moe", **SHAPE).to("cuda", torch.bfloat16), scale=0.2)
     with_expert_adapter(wrapped, "second", 6, r=3, scale=0.2)
-    inputs = {key: tensor.cuda() for key, tensor in batch([33, 70, 7]).items()}
+    inputs = cuda_batch([33, 70, 7])
 
     def outputs(**options):
         hf_paged.enable(wrapped, strict=True, enable_prefix_caching=False, **options)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from derived_models import CLASSES, derived_model
 from family_models import family_model
-from support import batch, random_prompts, stock_copy
+from on_gpu import assert_logits_are_as_near_as_stocks, cuda_batch
+from support import random_prompts, run_out, stock_copy
 from transformers import GenerationConfig, GptOssConfig, LogitsProcessorList, Qwen3MoeConfig
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
@@ -25,10 +26,6 @@ SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128, "moe_inte
 WIDTH, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B's
 ROWS = [1, 2, 3, 8, 64, 256]
 MANY_ROWS = [300, 2048]
-
-
-def cuda(inputs):
-    return {name: tensor.cuda() for name, tensor in inputs.items()}
 
 
 def assert_in_order(routes, num_experts):
@@ -243,19 +240,12 @@ def test_tokens_of_a_model(enforce_eager, name, monkeypatch):
     stock, right, lengths = stock_copy(model), stock_copy(model).float(), [33, 70, 7]
     options = {"max_new_tokens": 24, "output_logits": True, "return_dict_in_generate": True}
     hf_paged.enable(model, strict=True, enforce_eager=enforce_eager, enable_prefix_caching=False)
-    outputs = [model.generate(**cuda(batch(lengths)), **options) for _ in range(3)]
+    outputs = [model.generate(**cuda_batch(lengths), **options) for _ in range(3)]
     assert all(torch.equal(outputs[0].sequences, other.sequences) for other in outputs[1:])
     assert (hf_paged.get_engine(model).stats().num_graphs_captured > 0) is not enforce_eager
     assert seen & {110, 112, 128} and seen & {3, 4}, seen
     hf_paged.disable(model)
-    logits, errors, stocks = torch.stack(outputs[0].logits, 1).float(), [], []
-    for row, (tokens, length) in enumerate(zip(outputs[0].sequences, lengths, strict=True)):
-        ids = tokens[None, 70 - length : -1]
-        exact, theirs = (one(ids).logits[0, length - 1 :].float() for one in (right, stock))
-        for found, into in ((logits[row], errors), (theirs, stocks)):
-            into += ((found - exact).abs().amax(-1) / exact.std(-1)).tolist()
-    print(f"{name}: {sum(errors):.2f} beside {sum(stocks):.2f} of stock")
-    assert sum(errors) < 1.5 * sum(stocks)
+    assert_logits_are_as_near_as_stocks(name, outputs[0], lengths, right, stock, most=1.5)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -274,10 +264,9 @@ def test_lockstep_calls_change_nothing_of_the_model(variant, num_beams):
     for prompt in prompts:
         engine.add_request(prompt, GenerationConfig(max_new_tokens=30))
     for _ in range(3):
-        model.generate(**cuda(batch([20, 13])), max_new_tokens=4, num_beams=num_beams, do_sample=False,
+        model.generate(**cuda_batch([20, 13]), max_new_tokens=4, num_beams=num_beams, do_sample=False,
                        logits_processor=LogitsProcessorList([processor]))
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     stats = engine.stats()
     assert set(names) == {"grouped_mm"}
     assert stats.weights_version == 0

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from on_gpu import cuda
 from support import (
     assert_idle,
     assert_native_parity,
@@ -18,6 +19,7 @@ from support import (
     stock_generate,
     tiny_model,
 )
+from threads import run_threads
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_paged
@@ -30,10 +32,6 @@ SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128}
 
 def on_gpu(dtype=torch.float32, **overrides):
     return tiny_model(**(SHAPE | overrides)).to("cuda", dtype)
-
-
-def cuda(inputs):
-    return {name: tensor.cuda() for name, tensor in inputs.items()}
 
 
 @pytest.fixture
@@ -263,10 +261,7 @@ def test_two_threads_on_one_model():
         results[i] = model.generate(**batches[i], max_new_tokens=30)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    run_threads(threads)
     for actual, wanted in zip(results, expected, strict=True):
         assert_same_tensor(actual, wanted)
     assert_idle(model)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from on_gpu import assert_fp32_equals_stock, assert_tokens_are_among_stocks_best, cuda, cuda_batch
 from recurrent_models import outlined, recurrent_model, run, with_idiom
-from support import assert_native_parity, batch, left_padded, random_prompts, stock_copy, stock_generate
+from support import assert_native_parity, left_padded, random_prompts, stock_generate
 from transformers import GenerationConfig, LogitsProcessorList
 
 import hf_paged
@@ -34,10 +35,6 @@ def on_gpu(name, dtype=torch.float32):
     return outlined(model.to("cuda", dtype))
 
 
-def cuda(inputs):
-    return {name: tensor.cuda() for name, tensor in inputs.items()}
-
-
 def greedy(model, prompts, new_tokens=NEW):
     made = stock_generate(model, **cuda(left_padded(prompts)), max_new_tokens=new_tokens, do_sample=False)
     return made[:, -new_tokens:].tolist()
@@ -46,32 +43,14 @@ def greedy(model, prompts, new_tokens=NEW):
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_fp32_equals_stock(name, enforce_eager):
-    model = hf_paged.enable(on_gpu(name), strict=True, enforce_eager=enforce_eager, max_num_seqs=6,
-                            max_num_batched_tokens=64)
-    inputs = cuda(batch([30, 17, 70, 1]))
-    expected = stock_generate(model, **inputs, max_new_tokens=NEW)
-    for _ in range(2):
-        assert_native_parity(model, expected, **inputs, max_new_tokens=NEW)
-    if name in CAPTURED:
-        assert (hf_paged.get_engine(model).stats().num_graphs_captured > 0) is not enforce_eager
+    assert_fp32_equals_stock(on_gpu(name), [30, 17, 70, 1], NEW, name in CAPTURED, enforce_eager=enforce_eager,
+                             max_num_seqs=6, max_num_batched_tokens=64)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_tokens_are_among_stocks_best(name, enforce_eager):
-    """Rounding may turn a choice between two close tokens, but none of them is far below the best."""
-    model = on_gpu(name, torch.bfloat16)
-    stock = stock_copy(model)
-    hf_paged.enable(model, strict=True, enforce_eager=enforce_eager)
-    lengths = [33, 70, 7]
-    output, worse = model.generate(**cuda(batch(lengths)), max_new_tokens=24), []
-    for row, length in zip(output, lengths, strict=True):
-        tokens = row[70 - length :]
-        logits = stock(tokens[None, :-1]).logits[0, length - 1 :].float()
-        chosen = logits.gather(1, tokens[length:, None])[:, 0]
-        worse += ((logits.max(-1).values - chosen) / logits.std(-1)).tolist()
-    assert max(worse) < 0.5
-    assert sum(gap > 0 for gap in worse) < len(worse) / 4
+    assert_tokens_are_among_stocks_best(on_gpu(name, torch.bfloat16), enforce_eager=enforce_eager)
 
 
 @torch.inference_mode()
@@ -185,7 +164,7 @@ def test_preempted_rows_compute_their_states_again(name):
 def test_stocks_loop_over_states(name):
     """Beams, whose forks copy states, and a processor of the caller's own."""
     model = hf_paged.enable(on_gpu(name), strict=True)
-    inputs = cuda(batch([30, 17, 1]))
+    inputs = cuda_batch([30, 17, 1])
     for options in ({"num_beams": 3}, {"logits_processor": LogitsProcessorList([without_last])}):
         expected = stock_generate(model, **inputs, max_new_tokens=7, **options)
         assert torch.equal(model.generate(**inputs, max_new_tokens=7, **options), expected)
@@ -206,12 +185,12 @@ def test_the_pool_is_within_the_budget(owns):
             stats = generator.engine.stats()
     else:
         hf_paged.enable(model, strict=True, **options)
-        made = model.generate(**cuda(batch([9])), max_new_tokens=NEW)[:, -NEW:].tolist()
+        made = model.generate(**cuda_batch([9]), max_new_tokens=NEW)[:, -NEW:].tolist()
         stats = hf_paged.get_engine(model).stats()
         assert hf_paged.get_engine(model)._core.runner.cache.states.num_slots == 16
         hf_paged.get_engine(model).release_memory()
         assert hf_paged.get_engine(model).stats().kv_cache_bytes == 0
-        again = model.generate(**cuda(batch([9])), max_new_tokens=NEW)[:, -NEW:].tolist()
+        again = model.generate(**cuda_batch([9]), max_new_tokens=NEW)[:, -NEW:].tolist()
         assert len(again[0]) == NEW
     assert len(made[0]) == NEW and 0 < stats.kv_cache_bytes < 0.2 * torch.cuda.mem_get_info()[1]
 
@@ -219,11 +198,11 @@ def test_the_pool_is_within_the_budget(owns):
 def test_a_call_under_autocast_goes_to_stock():
     model = hf_paged.enable(on_gpu("Lfm2"))
     with torch.autocast("cuda", torch.bfloat16), pytest.warns(hf_paged.FallbackWarning, match="on a CPU alone"):
-        model.generate(**cuda(batch([9])), max_new_tokens=3)
+        model.generate(**cuda_batch([9]), max_new_tokens=3)
 
 
 def test_a_class_is_proved_and_runs():
     """Not by an outline of the tests: the proof runs on the CPU."""
     model = recurrent_model("Qwen3_5", **SHAPE, **DELTA).to("cuda")
     hf_paged.enable(model, strict=True)
-    assert_native_parity(model, **cuda(batch([30, 17, 1])), max_new_tokens=NEW)
+    assert_native_parity(model, **cuda_batch([30, 17, 1]), max_new_tokens=NEW)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from family_models import family_model
 from outlines import outlined
-from support import random_prompts
+from support import random_prompts, run_out
 from transformers import GenerationConfig
 
 import hf_paged
@@ -37,8 +37,7 @@ def share(routes, others):
 def run(engine, prompts):
     order = [engine.add_request(prompt, GREEDY) for prompt in prompts]
     done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output.completion for output in engine.step() if output.completion is not None}
+    done |= {output.request_id: output.completion for output in run_out(engine) if output.completion is not None}
     return [done[request] for request in order]
 
 

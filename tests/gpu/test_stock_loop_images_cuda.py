@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from image_calls import image_call, seeing_model
+from on_gpu import cuda
 from support import assert_idle, num_calls, stock_copy
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -28,7 +29,7 @@ def test_fp32_equals_stock(name, enforce_eager):
     """In chunks; the second time with prefix hits, and with graphs that the first call captured."""
     torch.backends.cuda.matmul.allow_tf32 = False
     model = seeing_model(name)
-    calls = [{key: value.cuda() for key, value in image_call(model, rows).items()} | {"max_new_tokens": 24}
+    calls = [cuda(image_call(model, rows)) | {"max_new_tokens": 24}
              for rows in (ROWS, ROWS[::-1])]
     model.cuda()
     options = [{"num_beams": 3, "num_return_sequences": 2}, {"num_beams": 2}, {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import assert_native_parity, batch, stock_copy, stock_generate
+from on_gpu import assert_logits_are_as_near_as_stocks, cuda_batch
+from support import assert_native_parity, stock_copy, stock_generate
 from unlike_models import MODELS, unlike_model
 
 import hf_paged
@@ -22,7 +23,7 @@ def test_tokens_are_stocks(name, dtype):
     torch.backends.cuda.matmul.allow_tf32 = False
     model = hf_paged.enable(unlike_model(name).to("cuda", dtype), strict=True)
     for lengths in ([1, 16, 33, 70], [40, 3, 90, 33, 16, 8]):
-        inputs = {key: tensor.cuda() for key, tensor in batch(lengths).items()}
+        inputs = cuda_batch(lengths)
         for _ in range(2):
             expected = stock_generate(model, **inputs, max_new_tokens=24) if dtype == torch.float32 else None
             assert_native_parity(model, expected, **inputs, max_new_tokens=24)
@@ -31,18 +32,8 @@ def test_tokens_are_stocks(name, dtype):
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_logits_are_as_near_as_stocks(name):
     """To those of float32, for the tokens of a native call."""
-    model, device = unlike_model(name), "cuda" if torch.cuda.is_available() else "cpu"
-    model = model.to(device, torch.bfloat16)
+    model, lengths = unlike_model(name).to("cuda", torch.bfloat16), [40, 3, 90, 33, 16, 8]
     stock, exact = stock_copy(model), stock_copy(model).float()
     hf_paged.enable(model, strict=True)
-    lengths, errors, stocks = [40, 3, 90, 33, 16, 8], [], []
-    inputs = {key: tensor.to(device) for key, tensor in batch(lengths).items()}
-    made = model.generate(**inputs, max_new_tokens=16, output_logits=True, return_dict_in_generate=True)
-    logits = torch.stack(made.logits, 1).float()
-    for row, length in enumerate(lengths):
-        tokens = made.sequences[row, max(lengths) - length :][None]
-        with torch.no_grad():
-            right, theirs = (one(tokens).logits[0, length - 1 : -1].float() for one in (exact, stock))
-        for found, into in ((logits[row], errors), (theirs, stocks)):
-            into += ((found - right).abs().amax(-1) / right.std(-1)).tolist()
-    assert sum(errors) < 1.3 * sum(stocks), (sum(errors), sum(stocks))
+    made = model.generate(**cuda_batch(lengths), max_new_tokens=16, output_logits=True, return_dict_in_generate=True)
+    assert_logits_are_as_near_as_stocks(name, made, lengths, exact, stock, most=1.3)

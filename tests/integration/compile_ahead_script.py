@@ -23,10 +23,12 @@ from typing import Any
 import service
 import torch
 from family_models import family_model
+from image_calls import image_call
+from image_models import MODELS, image_model
 from pretended_gpu import compile_nothing, variants
 from recurrent_models import CLASSES, PUBLISHED_HEADS, outlined, recurrent_model
 from service import Service, nobodys_gpu
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import get_cache_key, make_backend
@@ -35,6 +37,8 @@ from hf_paged.cli import main
 from hf_paged.config import PagedConfig
 from hf_paged.integration import compile_ahead
 from hf_paged.kernels.build import absent_gpu, compiling, kernel_log
+from hf_paged.models.executor import view_of
+from hf_paged.models.images import tower_attention
 from hf_paged.runner.recurrent.state_pool import config_for_states
 from hf_paged.runner.warm_up import WarmUp
 from hf_paged.sampling.edit_reference import Edits
@@ -96,9 +100,23 @@ def served(model: str, is_real: bool) -> dict[str, Any]:
     return {"keys": keys(), "counts": kernel_log.counts(), "known": len(warm_up.manifest.variants), "missing": missing}
 
 
+def seen(model: str, is_real: bool) -> dict[str, Any]:
+    """The keys of an image's way through the tower."""
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(model, dtype="auto").eval()
+    call = image_call(loaded, [["0", "1"]])
+    tower_attention.why_not_attention = lambda name: None  # functions of torch are replaced here
+    with nobodys_gpu():
+        view = view_of(loaded.model, {})
+        tower_attention.TowerAttention().through(view.get_image_features, view)(
+            call["pixel_values"].to(loaded.dtype), call["image_grid_thw"])
+    return {"keys": keys()}
+
+
 def made(family: str, folder: Path) -> str:
     """Write a small model of a family, with heads for which there are kernels."""
-    if family in CLASSES:
+    if family in MODELS:
+        model = image_model(family)
+    elif family in CLASSES:
         model = recurrent_model(family, **PUBLISHED_HEADS[family], max_position_embeddings=service.MOST_LENGTH)
     else:
         model = family_model(family, head_dim=64, max_position_embeddings=service.MOST_LENGTH)
@@ -126,7 +144,7 @@ if __name__ == "__main__":
     folder, is_real, *families = sys.argv[1:]
     models = [made(family, Path(folder)) for family in families] or [folder]
     # Other families would be proved on the GPU that is not there.
-    works = {model: (compiled,) if families and Path(model).name not in CLASSES else (compiled, served)
-             for model in models}
+    works = {model: (compiled, seen) if Path(model).name in MODELS else (compiled, served) if not families
+             or Path(model).name in CLASSES else (compiled,) for model in models}
     print(json.dumps({Path(model).name: {work.__name__: in_a_process(work, model, is_real == "True") for work in done}
                       for model, done in works.items()}))

@@ -20,6 +20,7 @@ from support import (
     batch,
     num_calls,
     random_prompts,
+    run_out,
     stock_copy,
     tiny_model,
 )
@@ -114,9 +115,7 @@ def test_a_request_whose_rows_pefts_layers_refuse_harms_no_other(name):
     engine.add_request([5, 6, 7], options)
     with pytest.raises(ValueError, match=r"q_proj is a .*ParamWrapper, which is not run for single rows"):
         engine.add_request([5, 6, 7], options, adapter_name=name)
-    outputs = []
-    while engine.has_unfinished():
-        outputs += engine.step()
+    outputs = run_out(engine)
     assert outputs[-1].completion.token_ids == expected
 
 

@@ -25,9 +25,11 @@ from support import (
     assert_same_tensor,
     batch,
     random_prompts,
+    run_out,
     stock_copy,
     tiny_model,
 )
+from threads import run_threads
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
@@ -260,8 +262,7 @@ def test_weights_that_change_while_others_run():
         expected = stock_copy(model).generate(input_ids=torch.tensor([second]), max_new_tokens=12)
         late = engine.add_request(second, config)
         completions = {}
-        while engine.has_unfinished():
-            completions |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
+        completions |= {o.request_id: o.completion for o in run_out(engine) if o.completion is not None}
     assert completions[late].token_ids == expected[0, 40:].tolist()
 
 
@@ -437,11 +438,7 @@ def test_threads_of_different_precisions_each_get_their_own_tokens():
             wrong.append(error)
 
     threads = [threading.Thread(target=work, args=(cast,)) for cast in expected for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive()
+    run_threads(threads, timeout=120)
     assert wrong == []
     assert_idle(model)
 

@@ -14,6 +14,7 @@ from support import (
     assert_native_parity,
     assert_same_tensor,
     batch,
+    lent,
     stock_generate,
     tiny_model,
 )
@@ -25,11 +26,7 @@ shared_model = functools.cache(tiny_model)
 INPUTS = batch([20, 13, 5])
 EOS = [172, 42, 137]  # what stock makes of each row as fifth token
 
-
-@pytest.fixture
-def model():
-    yield shared_model()
-    hf_paged.disable(shared_model())
+model = lent(shared_model)
 
 
 @pytest.mark.each_value

@@ -83,6 +83,14 @@ def test_models_with_states_need_no_key_that_was_not_compiled(families, tmp_path
 
 
 @pytest.mark.slow
+def test_images_need_no_key_that_was_not_compiled(tmp_path):
+    found, _ = run_script(tmp_path, tmp_path, "qwen2.5-vl", "glm4v")
+    for one in found.values():
+        seen = one["seen"]["keys"]
+        assert {*seen.values()} == {"_windowed_kernel"} and {*seen} <= {*one["compiled"]["keys"]}
+
+
+@pytest.mark.slow
 def test_no_family_asks_a_gpu_that_is_not_there(tmp_path):
     """Whatever `torch.cuda` does not answer by the description of the target fails."""
     families = "llama", "gemma2", "gpt-oss", "qwen3-moe", "phi3", "mistral"

@@ -19,6 +19,7 @@ from support import (
     batch,
     byte_tokenizer,
     random_prompts,
+    run_out,
     stock_generate,
     tiny_model,
 )
@@ -328,7 +329,6 @@ def test_settings_that_were_half_written_are_neither_lost_nor_left_behind(monkey
         prompt = inputs["input_ids"][0]
         ids = [engine.add_request(prompt, GenerationConfig(max_new_tokens=8, **each)) for each in ({}, kwargs)]
         made = {}
-        while engine.has_unfinished():
-            made |= {o.request_id: o.completion.token_ids for o in engine.step() if o.completion is not None}
+        made |= {o.request_id: o.completion.token_ids for o in run_out(engine) if o.completion is not None}
         assert [made[i] for i in ids] == [plain[0, 20:].tolist(), edited[0, 20:].tolist()]
         assert_idle(model)

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from support import assert_same_tensor, batch, random_prompts, stock_generate, tiny_model
+from threads import run_threads
 from transformers import GenerationConfig, GenerationMixin, GPTNeoConfig, GPTNeoForCausalLM, Qwen3ForCausalLM, pipeline
 
 import hf_paged
@@ -95,10 +96,7 @@ def test_threads_that_meet_in_the_first_call_share_one_engine(monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         threads = [threading.Thread(target=run, args=(delay,)) for delay in (0.0, 0.05, 0.08)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(threads)
     assert [str(w.message) for w in caught if w.category is hf_paged.FallbackWarning] == []
     assert len(engines) == 1
     assert len(outputs) == 3

@@ -13,6 +13,7 @@ import pytest
 import torch
 from family_models import VARIANTS, family_model
 from support import assert_close_steps, assert_same_tensor, batch, stock_copy, tiny_model
+from threads import run_threads
 from transformers import DynamicCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -130,10 +131,7 @@ def test_threads_that_look_at_once_get_one_cache(model):
         seen.append(cache.layers)
 
     threads = [threading.Thread(target=look) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threads)
     assert len(seen) == 4 and all(layers is seen[0] for layers in seen)
 
 

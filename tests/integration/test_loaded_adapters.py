@@ -56,6 +56,35 @@ def test_by_an_enabled_peft_model(saved):
     assert torch.equal(native(wrapped, adapter_names=["two", "one"]), expected)
 
 
+@pytest.mark.parametrize("is_enabled_first", [False, True])
+def test_a_peft_model_follows_the_engine(saved, is_enabled_first):
+    """It names an adapter that it has: else its next forward looks for the config of one that is gone."""
+    path, expected = saved
+    model = tiny_model()
+    if is_enabled_first:
+        hf_paged.enable(model, strict=True)
+    wrapped = peft.PeftModel.from_pretrained(model, path, adapter_name="one")
+    wrapped.load_adapter(path, adapter_name="two")
+    engine = hf_paged.get_engine(hf_paged.enable(wrapped, strict=True))
+
+    def named():
+        return wrapped.active_adapter, wrapped.active_adapters
+
+    engine.set_adapter("two")
+    assert named() == ("two", ["two"]) and torch.equal(native(wrapped), expected)
+    engine.set_adapter(["one", "two"])
+    assert named() == ("one", ["one", "two"])
+    engine.delete_adapter("one")
+    assert named() == ("two", ["two"]) and torch.equal(native(wrapped), expected)
+    engine.set_adapter(None)
+    assert named() == ("two", []) and wrapped.active_peft_config is wrapped.peft_config["two"]
+    engine.load_adapter("three", path)
+    engine.delete_adapter("two")
+    assert named() == ("three", []) and wrapped(IDS).logits.shape[:2] == IDS.shape
+    engine.delete_adapter("three")
+    assert named() == ([], [])
+
+
 def test_by_the_model_itself(saved):
     """transformers' own method, where it takes the installed PEFT: the adapter is active, as in stock."""
     path, expected = saved

@@ -19,7 +19,7 @@ import invariants
 import pytest
 import torch
 from pairs import slow_but
-from support import Interrupt, assert_idle, assert_same_tensor, batch, interrupted, stock_copy, tiny_model
+from support import Interrupt, assert_idle, assert_same_tensor, batch, interrupted, lent, stock_copy, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_paged
@@ -27,11 +27,7 @@ import hf_paged
 shared_model = functools.cache(tiny_model)
 stock_model = functools.cache(lambda: stock_copy(shared_model()))
 
-
-@pytest.fixture
-def model():
-    yield shared_model()
-    hf_paged.disable(shared_model())
+model = lent(shared_model)
 
 
 class Enough(Exception):

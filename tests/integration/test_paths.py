@@ -16,9 +16,11 @@ from support import (
     byte_tokenizer,
     num_calls,
     random_prompts,
+    run_out,
     stock_generate,
     tiny_model,
 )
+from threads import run_threads
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -190,10 +192,7 @@ def test_calls_of_several_threads():
             model.generate(**batch([7, 4]), **options[index], max_new_tokens=3)
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(options))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    run_threads(threads)
     assert {path: (stats.num_calls, stats.num_tokens) for path, stats in calls_of(model).items()} == dict.fromkeys(
         PATHS, (12, 12 * 6)
     )
@@ -298,8 +297,7 @@ def test_tensors_are_one_call_of_the_model():
 def test_requests_that_are_stepped_by_hand_belong_to_no_call():
     with PagedGenerator(tiny_model()) as generator:
         generator.engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=4))
-        while generator.engine.has_unfinished():
-            generator.engine.step()
+        run_out(generator.engine)
         stats = generator.engine.stats()
         assert num_calls(generator.model) == {} and stats.num_generated_tokens == 4
 

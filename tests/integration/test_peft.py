@@ -12,6 +12,7 @@ from support import (
     assert_native_tokens,
     assert_same_tensor,
     batch,
+    run_out,
     stock_copy,
     tiny_model,
 )
@@ -248,8 +249,7 @@ def test_an_adapter_switched_under_a_request_poisons_nothing(name, overlap, step
     engine.add_request(prompt, GenerationConfig(max_new_tokens=40))
     tokens = prompt + [t for _ in range(steps) for output in engine.step() for t in output.new_token_ids]
     there(wrapped)
-    while engine.has_unfinished():
-        tokens += [t for output in engine.step() for t in output.new_token_ids]
+    tokens += [t for output in run_out(engine) for t in output.new_token_ids]
     full = {"input_ids": torch.tensor([tokens])}
     assert len(tokens) == 80
     assert_native_parity(model, **full, max_new_tokens=8)

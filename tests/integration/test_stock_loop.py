@@ -21,6 +21,7 @@ from support import (
     assert_same_tensor,
     batch,
     left_padded,
+    lent,
     random_prompts,
     stock_copy,
     stock_generate,
@@ -43,11 +44,7 @@ INPUTS = batch([20, 13, 5])
 EOS = 172  # what stock makes of the first row as fifth token
 free = functools.cache(lambda: stock_generate(shared_model(), **INPUTS, max_new_tokens=20)[:, 20:])
 
-
-@pytest.fixture
-def model():
-    yield shared_model()
-    hf_paged.disable(shared_model())
+model = lent(shared_model)
 
 
 class Recording(LogitsProcessor):

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from packed_models import Linear4bit, install, install_lora, quantize
+from packed_models import Linear4bit, install, qlora, quantize
 from support import HostMemory, assert_native_parity, batch, stock_copy, tiny_model
 from torch import nn
 
@@ -14,6 +14,7 @@ import hf_paged
 from hf_paged.kernels.lora.lora_expand import lora_expand
 from hf_paged.models import find_executor, fused, linears
 from hf_paged.models.lora import Adapters, find_layers
+from hf_paged.models.packed import dequantizing
 
 INPUTS = batch([40, 33, 7])
 OPTIONS = {"max_new_tokens": 8}
@@ -81,7 +82,7 @@ def test_4bit_layers_follow_what_a_trainer_writes(packed):
 
 @pytest.mark.parametrize("config", [{"dequantize": False}, {"dequantize": "auto"}])
 def test_4bit_layers_run_as_they_stand_without_copies(packed, config, forwards, monkeypatch):
-    monkeypatch.setattr(fused, "free_memory", lambda device: 0)
+    monkeypatch.setattr(dequantizing, "free_memory", lambda device: 0)
     model = quantize(tiny_model(**SHAPE))
     hf_paged.enable(model, strict=True, **config)
     assert_native_parity(model, **INPUTS, **OPTIONS)
@@ -94,7 +95,7 @@ def test_4bit_layers_run_as_they_stand_without_copies(packed, config, forwards, 
 @pytest.mark.parametrize("factor", [1.9, 2.1])
 def test_copies_may_take_half_of_the_free_memory(packed, factor, monkeypatch):
     model = quantize(tiny_model(**SHAPE))
-    monkeypatch.setattr(fused, "free_memory", lambda device: int(copied_bytes(model) * factor))
+    monkeypatch.setattr(dequantizing, "free_memory", lambda device: int(copied_bytes(model) * factor))
     hf_paged.enable(model, strict=True)
     assert_native_parity(model, **INPUTS, **OPTIONS)
     assert hf_paged.get_engine(model).stats().shadow_bytes == (copied_bytes(model) if factor > 2 else 0)
@@ -132,19 +133,6 @@ def test_what_computes_otherwise_runs_as_it_stands(packed, change):
 
 def test_a_patched_class_runs_as_it_stands(packed, forwards):
     assert not fused.can_be_copied({"a": (Linear4bit(nn.Linear(64, 8)),)}, torch.float32)
-
-
-def qlora(monkeypatch, compute_dtype=torch.float32):
-    """Return a model of 4-bit layers with two adapters; in `compute_dtype` but for the adapters."""
-    pytest.importorskip("peft")
-    from lora_models import with_adapter
-
-    kind = install_lora(monkeypatch)
-    model = with_adapter(with_adapter(tiny_model(**SHAPE).to(compute_dtype)), "second", 6, r=9)
-    for module in model.modules():
-        if type(module).__name__ == "Linear" and hasattr(module, "lora_A"):
-            module.__class__ = kind
-    return quantize(model, compute_dtype=compute_dtype)
 
 
 @pytest.mark.parametrize("dequantize", [True, False])
@@ -227,7 +215,7 @@ def test_under_autocast(packed, monkeypatch):
 
 def test_what_check_says(packed, monkeypatch):
     def said(model, free=1 << 30, **options):
-        monkeypatch.setattr(fused, "free_memory", lambda device: free)
+        monkeypatch.setattr(dequantizing, "free_memory", lambda device: free)
         return find_executor(model)(model, **options).describe_4bit(torch.device("cpu"))
 
     model = quantize(tiny_model(**SHAPE))

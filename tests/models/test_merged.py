@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import support
 import torch
-from support import HostMemory, assert_native_parity, random_prompts, stock_copy, stock_generate
+from support import HostMemory, assert_native_parity, random_prompts, run_out, stock_copy, stock_generate
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
@@ -511,8 +511,7 @@ def test_layers_that_are_replaced_between_two_steps_are_merged_by_the_next_call(
     ours, others = model.model.layers[0].self_attn, tiny_model(5).model.layers[0].self_attn
     ours.q_proj, ours.k_proj, ours.v_proj = others.q_proj, others.k_proj, others.v_proj
     del others
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     assert_native_parity(model, **inputs(), max_new_tokens=4)
     assert_merged(model)
     gc.collect()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from family_models import family_model
 from support import assert_native_parity, batch, stock_generate
+from threads import run_threads
 
 import hf_paged
 from hf_paged.models import executor, paged_calls
@@ -75,8 +76,5 @@ def test_engines_in_several_threads_take_their_own_pools():
     for model in models:
         hf_paged.enable(model, strict=True)
     threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threads)
     assert all(torch.equal(results[i], expected[i]) for i in range(3))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support import Interrupt, batch, interrupted, random_prompts, tiny_model
+from support import Interrupt, batch, interrupted, random_prompts, run_out, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
@@ -83,12 +83,10 @@ def test_times_between_tokens_are_those_counted_one_by_one(seed, num_blocks, slo
                 engine.abort(rng.choice(sorted(by_hand.open)))
             try:
                 with interrupted(rng.randrange(1, 3000) if interrupts else None):
-                    while engine.has_unfinished():
-                        engine.step()
+                    run_out(engine)
             except Interrupt:
                 pass
-            while engine.has_unfinished():
-                engine.step()
+            run_out(engine)
         expected = Histogram(TOKEN_SECONDS)
         for gap in by_hand.gaps:
             expected.add(gap)

@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support import batch, in_child, random_prompts, tiny_model
+from support import batch, in_child, random_prompts, run_out, tiny_model
+from threads import run_threads
 from trace_events import names, read, tracks
 from transformers import GenerationConfig
 
@@ -135,10 +136,7 @@ def test_lockstep_rows_and_other_engines_and_threads(tmp_path):
         calls = [(first, {}), (second, {"num_beams": 2}), (third, {})]
         threads = [threading.Thread(target=lambda model=model, more=more: model.generate(
             **batch([9, 12]), max_new_tokens=4, do_sample=False, **more)) for model, more in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(threads)
     events = read(path)
     processes = names(events, "process_name")
     assert len([name for name in processes.values() if ": Qwen3ForCausalLM" in name]) == 3
@@ -184,8 +182,7 @@ def test_requests_that_outlive_the_block_are_unfinished_and_older_ones_have_no_t
         new: "unfinished", aborted: "abort",
     }
     assert old not in requests and spans(requests[new]) == ["queued", "prefill", "decode"]
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
 
 
 def test_a_model_that_changes_sends_its_requests_back(tmp_path):
@@ -197,8 +194,7 @@ def test_a_model_that_changes_sends_its_requests_back(tmp_path):
         engine.step()
         with engine.weight_update(), torch.no_grad():
             model.lm_head.weight.mul_(1.5)
-        while engine.has_unfinished():
-            engine.step()
+        run_out(engine)
     assert spans(lives(read(tmp_path / "steps.json"))[name]) == ["queued", "prefill", "decode", "preempted", "prefill",
                                                                  "decode"]
 
@@ -211,8 +207,7 @@ def test_an_interrupt_has_requests_start_over(tmp_path):
         with patch.object(loop_module.EngineCore, "_commit", side_effect=KeyboardInterrupt), \
                 pytest.raises(KeyboardInterrupt):
             engine.step()
-        while engine.has_unfinished():
-            engine.step()
+        run_out(engine)
     track = lives(read(tmp_path / "steps.json"))[name]
     assert spans(track) == ["queued", "prefill", "decode", "queued", "prefill", "decode"]
     assert track[-1]["args"]["finish_reason"] == "length"
@@ -227,8 +222,7 @@ def test_nothing_is_made_while_nobody_traces(tmp_path):
     assert not engine._core.observers.all and not engine_registry._makers and not device_times._askers
     with patch.object(loop_module, "Launched", side_effect=AssertionError), \
             patch.object(loop_module, "Committed", side_effect=AssertionError):
-        while engine.has_unfinished():
-            engine.step()
+        run_out(engine)
     assert not Engine(shared_model(), PagedConfig())._core.observers.all
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from family_models import family_model
-from support import random_prompts, stock_copy, tiny_model
+from support import random_prompts, run_out, stock_copy, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GenerationConfig
 
@@ -35,8 +35,7 @@ def steps_of(model, lengths, new_tokens, **options):
     engine.watch(watching)
     for prompt in random_prompts(lengths):
         engine.add_request(prompt, GenerationConfig(max_new_tokens=new_tokens))
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     return watching.steps
 
 

@@ -14,7 +14,7 @@ from support import (
     assert_idle,
     assert_same_tensor,
     batch,
-    byte_tokenizer,
+    byte_generator,
     eos_ids,
     num_calls,
     outcome,
@@ -23,7 +23,6 @@ from support import (
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged import PagedGenerator
 from hf_paged.options import table
 
 OF_REQUESTS = (table.NATIVE, table.INERT)
@@ -133,12 +132,7 @@ def refused(name):
     return [key for key, value in options_of(name).items() if key in table.OPTIONS
             and table.OPTIONS[key].path not in OF_REQUESTS and value not in table.OPTIONS[key].neutral]
 
-
-@pytest.fixture(scope="module")
-def generator():
-    with PagedGenerator(tiny_model(), byte_tokenizer()) as generator:
-        yield generator
-        assert_idle(generator.model)
+generator = pytest.fixture(byte_generator, scope="module", name="generator")
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from option_cases import CASES, EOS, SAMPLED
-from support import assert_idle, byte_tokenizer, random_prompts, tiny_model
+from support import assert_idle, byte_generator, byte_tokenizer, random_prompts, tiny_model
 from transformers import GenerationConfig
 
 from hf_paged import Completion, PagedGenerator
@@ -19,12 +19,7 @@ PROMPTS = [*random_prompts([20, 33]), [7]]
 COUNT_FROM_THE_PROMPT = ("max_new_tokens", "min_new_tokens", "forced_eos_token_id", "exponential_decay_length_penalty",
                          "begin_suppress_tokens")
 
-
-@pytest.fixture(scope="module")
-def generator():
-    with PagedGenerator(tiny_model(), byte_tokenizer()) as generator:
-        yield generator
-        assert_idle(generator.model)
+generator = pytest.fixture(byte_generator, scope="module", name="generator")
 
 
 def interrupted(completion, count):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from derived_models import CLASSES, derived_model
 from family_models import family_model
-from support import LOGITS, computes_in, left_padded, random_prompts, same_but_for_near_ties, tiny_model
+from support import LOGITS, computes_in, left_padded, random_prompts, run_out, same_but_for_near_ties, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -475,8 +475,7 @@ def by_themselves(rank: int) -> Any:
             found.append(same_but_for_near_ties(generated(model, rank), expected))
         if rank == 0:
             engine.add_request(prompts_of(rank)["input_ids"][1].tolist())
-            while engine.has_unfinished():
-                engine.step()
+            run_out(engine)
             errors.append(raised(lambda: generated(model, rank, output_attentions=True,
                                                    return_dict_in_generate=True)))
         sent = counted.number

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import random_prompts, tiny_model
+from support import random_prompts, run_out, tiny_model
+from threads import run_threads
 from transformers import GenerationConfig
 
 from hf_paged import FallbackError, PagedGenerator, UnsupportedModelError, enable
@@ -282,10 +283,7 @@ def test_calls_of_several_threads_share_batches(alone, sharded):
         made[i] = ids(sharded.generate([PROMPTS[i]], max_new_tokens=16))[0]
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    run_threads(threads)
     assert [made[i] for i in range(len(PROMPTS))] == expected
 
 
@@ -383,9 +381,7 @@ def test_values_of_the_users_own_classes(sharded):
     engine = sharded.engine
     name = engine.add_request(PROMPTS[0], GenerationConfig(max_new_tokens=2), priority=Priority.LOW,
                               request_id=Name("one"))
-    made = []
-    while engine.has_unfinished():
-        made += engine.step()
+    made = run_out(engine)
     assert name == "one" and made[-1].completion.finish_reason == "length"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from derived_models import CLASSES, derived_model
-from support import batch, stock_copy, tiny_model
+from support import batch, run_out, stock_copy, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -186,8 +186,7 @@ def test_no_update_is_announced_under_requests_that_it_would_not_reach():
         engine.step()
     with pytest.raises(RuntimeError, match="end them first"), engine.weight_update():
         pass
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     with engine.weight_update():
         model.lm_head.weight.data.neg_()
     assert engine.stats().weights_version == 1

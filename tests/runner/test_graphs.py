@@ -20,7 +20,7 @@ from fake_plan import Plans, fake_plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_torch import PlannedTorch
-from support import Interrupt, batch, byte_tokenizer, interrupted, random_prompts, stock_generate, tiny_model
+from support import Interrupt, batch, byte_tokenizer, interrupted, random_prompts, run_out, stock_generate, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
 
@@ -1261,8 +1261,7 @@ def test_rows_of_stocks_loop_and_requests_replay_one_graph(steps, num_beams, log
         del steps[:]
         found = model.generate(**rows, **options, num_beams=num_beams, encoder_repetition_penalty=1.2)
         keys = set(engine._core.pool.runner.graphs._captured)
-        while engine.has_unfinished():
-            outputs += engine.step()
+        run_out(engine, outputs)
     finally:
         hf_paged.disable(model)
     assert torch.equal(found, expected)
@@ -1330,8 +1329,7 @@ def test_rows_of_stocks_loop_beside_rows_whose_tokens_wait_for_masks(steps, monk
                 assert torch.equal(found, expected)
                 outputs += engine.step()
                 engine.abort(next(iter(engine._core.requests)))
-            while engine.has_unfinished():
-                outputs += engine.step()
+            run_out(engine, outputs)
         finally:
             hf_paged.disable(model)
         made.append({o.request_id: o.completion.token_ids for o in outputs if o.completion is not None})

@@ -11,7 +11,9 @@ import torch
 from fake_driver import FakeDriver, lent_driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import assert_idle, assert_native_parity, batch, random_prompts, stock_generate, tiny_model
+from on_gpu import cuda
+from support import assert_idle, assert_native_parity, batch, random_prompts, run_out, stock_generate, tiny_model
+from threads import run_threads
 from transformers import GenerationConfig
 
 import hf_paged
@@ -392,8 +394,7 @@ def test_any_order_of_calls_and_releases_gives_stocks_tokens(actions):
 def _greedy(engine, prompts):
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None)
     ids, found = [engine.add_request(prompt, config) for prompt in prompts], {}
-    while engine.has_unfinished():
-        found |= {out.request_id: out.completion.token_ids for out in engine.step() if out.completion}
+    found |= {out.request_id: out.completion.token_ids for out in run_out(engine) if out.completion}
     return [found[request_id] for request_id in ids]
 
 
@@ -401,10 +402,6 @@ def _greedy(engine, prompts):
 
 SHAPE = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128}
 gpu = pytest.mark.gpu
-
-
-def cuda(inputs):
-    return {name: tensor.cuda() for name, tensor in inputs.items()}
 
 
 @pytest.fixture
@@ -533,10 +530,7 @@ def test_gpu_two_engines_grow_and_release_beside_each_other():
             hf_paged.get_engine(models[i]).release_memory()
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(240)
+    run_threads(threads, 240)
     for i in range(2):
         assert len(results[i]) == 4 and all(torch.equal(result, expected[i]) for result in results[i])
         assert hf_paged.get_engine(models[i]).stats().num_graphs_dropped == 0

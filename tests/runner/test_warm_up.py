@@ -37,6 +37,7 @@ def done(monkeypatch):
     monkeypatch.setattr(module, "compiled_before", lambda works: done.append(("compile", *works)))
     monkeypatch.setattr(module, "dry_runs", lambda steps, rows, tokens, *, optional: [
         f"{rows} rows", f"{tokens} tokens", *(["options"] if optional else [])])
+    monkeypatch.setattr(module, "tower_launches", lambda model, device: [f"the tower of {model}"])
     monkeypatch.setattr(module, "manifest_path", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return done
@@ -50,21 +51,21 @@ def runner(done, graphs):
 
 def warmed_up(done, warmup, *, graphs=True, is_parallel=False, **options):
     group = SimpleNamespace(is_parallel=is_parallel, rank=0)
-    executor = SimpleNamespace(kv_spec=lambda: SPEC, group=group, replica=None)
+    executor = SimpleNamespace(kv_spec=lambda: SPEC, group=group, replica=None, source="it")
     warm_up = WarmUp(executor, PagedConfig(warmup=warmup, max_num_seqs=8, max_num_batched_tokens=64))
     warm_up.begin()
     warm_up.get_ready(made := runner(done, graphs), **options)
     return warm_up, made
 
 
-ALL = ("compile", "evicted", "8 rows", "64 tokens", "options")
+ALL = ("compile", "evicted", "8 rows", "64 tokens", "options", "the tower of it")
 
 
 @pytest.mark.parametrize(("warmup", "options", "expected"), [
     (False, {}, []), (True, {}, ["load", ("compile", "evicted")]), ("full", {}, ["load", ALL, ("capture", 8)]),
     (True, {"is_full": True}, ["load", ALL, ("capture", 8)]),
-    (False, {"is_full": True}, [("compile", "8 rows", "64 tokens", "options"), ("capture", 8)]),
-    ("full", {"graphs": False}, ["load", ("compile", "evicted"), ("capture", 8)]),  # no effect without graphs
+    (False, {"is_full": True}, [("compile", *ALL[2:]), ("capture", 8)]),
+    ("full", {"graphs": False}, ["load", ("compile", "evicted", ALL[-1]), ("capture", 8)]),  # no steps without graphs
     ("full", {"is_parallel": True}, ["load", ALL]),
 ])
 def test_the_config_says_what_is_done(done, warmup, options, expected):

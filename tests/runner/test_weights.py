@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import assert_native_parity, batch, random_prompts, stock_generate, tiny_model
+from support import assert_native_parity, batch, random_prompts, run_out, stock_generate, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
@@ -288,8 +288,7 @@ def test_what_a_request_caches_that_spans_a_change_is_not_served_later(change, a
     change(model)
     if arrivals:
         assert_native_parity_while_busy(model)
-    while engine.has_unfinished():
-        tokens += [t for output in engine.step() for t in output.new_token_ids]
+    tokens += [t for output in run_out(engine) for t in output.new_token_ids]
     assert_native_parity(model, input_ids=torch.tensor([tokens]), max_new_tokens=12)
 
 
@@ -381,8 +380,7 @@ def test_constants_changed_under_a_request_and_put_back_poison_nothing(constant,
     engine.add_request(prompt, GenerationConfig(max_new_tokens=40))
     tokens = prompt + [t for _ in range(steps) for output in engine.step() for t in output.new_token_ids]
     setattr(owner, name, other)
-    while engine.has_unfinished():
-        tokens += [t for output in engine.step() for t in output.new_token_ids]
+    tokens += [t for output in run_out(engine) for t in output.new_token_ids]
     setattr(owner, name, before)
     assert_native_parity(model, input_ids=torch.tensor([tokens]), max_new_tokens=12)
     assert_native_parity(model, **INPUTS, max_new_tokens=12)

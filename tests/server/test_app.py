@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import time
@@ -179,6 +180,17 @@ def test_names_of_the_model_and_streams_that_end_with_done(trained_path):
             assert status == 200 and events_of(said)
             assert said.endswith("data: [DONE]\n\n")
             assert isinstance(server.post(f"/v1/{path}", json.dumps(prompt).encode())[1], dict)
+
+
+def test_a_body_that_is_announced_as_too_long_is_refused_before_it_comes(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Length", str(1 << 40))
+    connection.endheaders()
+    reply = connection.getresponse()
+    assert reply.status == 413 and "--max-body-bytes" in json.loads(reply.read())["error"]["message"]
+    connection.close()
+    assert server.health() == 200
 
 
 def test_every_endpoint_is_in_the_schema(server):

@@ -11,6 +11,7 @@ import torch
 from serve_answers import LENGTH, PROMPT, TOOLS, ask, choices_of, text_of
 from serve_bodies import CHAT, RESPONSES, TEXT
 from serve_support import events_of
+from support import run_out
 from transformers import GenerationConfig
 
 from hf_paged.engine.text import StopPolicy
@@ -291,9 +292,7 @@ def test_penalties_by_count_are_the_engines(server, trained_tokenizer):
         assert answer != plain
         config = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
         request_id = engine.add_request(ids, config, **penalties)
-        outputs = []
-        while engine.has_unfinished():
-            outputs += engine.step()
+        outputs = run_out(engine)
         [completion] = [o.completion for o in outputs if o.request_id == request_id and o.completion]
         assert answer == trained_tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from served_process import ServerProcess, openai
+from starlette.responses import JSONResponse
 
 from hf_paged.server import lifetime
 from hf_paged.server.lifetime import REASON, EndingServer, EndsWithItsClient, OpenAnswers
@@ -78,6 +79,39 @@ def test_a_stream_that_is_cut_has_the_end_of_a_stream():
     asyncio.run(EndsWithItsClient(endless, answers)({"type": "http", "method": "POST", "headers": []}, receive, send))
     [failure, end] = sent[-1]["body"].decode().split("\n\n", 1)
     assert REASON in failure and end == "data: [DONE]\n\n" and not sent[-1].get("more_body")
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("size", [100, 101])
+def test_a_body_over_the_limit_is_refused_and_not_kept(announced, size):
+    """By its Content-Length before any of it comes, else by the piece with which it is too long."""
+    pieces, sent, bodies = [b"x" * 40, b"x" * 40, b"x" * (size - 80), b"never"], [], []
+
+    async def echo(scope, receive, send):
+        message = {"more_body": True}
+        while message["more_body"]:
+            message = await receive()
+            bodies.append(message["body"])
+        await JSONResponse(len(b"".join(bodies)))(scope, receive, send)
+
+    async def receive():
+        if len(pieces) == 1:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": len(pieces) > 1}
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-length", str(size).encode())] if announced else []
+    scope = {"type": "http", "method": "POST", "headers": headers}
+    asyncio.run(EndsWithItsClient(echo, OpenAnswers(), max_body_bytes=100)(scope, receive, send))
+    said = json.loads(sent[-1]["body"])
+    if size == 100:
+        assert (sent[0]["status"], said) == (200, 100)
+        return
+    assert sent[0]["status"] == 413 and said["error"]["type"] == "invalid_request_error"
+    assert "101 or more bytes, expected at most 100 (--max-body-bytes)" in said["detail"]
+    assert len(pieces) == (4 if announced else 1) and len(bodies) == (0 if announced else 2)
 
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):

@@ -90,6 +90,8 @@ class Block:
             return self._registers[operand]
         if operand == "global_smem":
             return self._all(0, width)
+        if "_param_" in operand:  # its address, which here is its number
+            return self._all(int(operand.rpartition("_")[2]), width)
         if operand.startswith("0f"):
             return self._all(int(operand[2:], 16))
         if operand.startswith("%"):
@@ -138,8 +140,9 @@ class Block:
     def _load(self, instruction: Instruction, on: Array) -> None:
         width = BYTES[instruction.kind]
         if instruction.words[1] == "param":
-            number = int(instruction.operands[1].strip("[] ").rpartition("_")[2])
-            self._set(instruction.operands[0], self._all(self._launch.parameters[number], width), on)
+            values = np.array([value % (1 << 64) for value in self._launch.parameters], np.uint64)
+            found = values[self._address(instruction.operands[1])].astype(UNSIGNED[width])
+            self._set(instruction.operands[0], found, on)
             return
         registers = parts(instruction.operands[0])
         at = self._address(instruction.operands[1])[on]

@@ -139,6 +139,61 @@ def attend_tile(
 
 
 @jit()
+def attend_row(
+    q, k_cache, v_cache, sinks, table_row, q_stride_t, q_stride_h, scale_log2, softcap_log2, head, row, block, begin,
+    loop_begin, loop_end, counts_sink, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    S: tl.constexpr,
+):
+    """(acc, top, total) of one new token's positions ``loop_begin .. loop_end - 1``, of the query heads of a KV head.
+
+    The heads are the rows of one tile, padded to what tl.dot takes. ``block``: those of the first tile of positions.
+    """
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, S.head_pad)
+    query_head = head * S.group + m
+    inside = (m < S.group)[:, None] & (lane < S.head_dim)[None, :]
+    q_tile = tl.load(q + row * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=inside, other=0.0)
+    acc = tl.zeros([BLOCK_M, S.value_pad], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if S.has_sinks:
+        # A score without a value, of weight 1 at its own height, in base 2 by log2(e).
+        sink = tl.load(sinks + query_head, mask=m < S.group, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.where(counts_sink, tl.maximum(sink, -3.0e38), top)
+        total = tl.where(counts_sink, 1.0, total)
+    for start in tl.range(loop_begin, loop_end, BLOCK_N, num_stages=STAGES):
+        position = start + n
+        next_block = blocks_of(table_row, position + BLOCK_N, begin, loop_end, S)
+        readable = (position >= begin) & (position < loop_end)
+        acc, top, total = attend_tile(
+            q_tile, acc, top, total, k_cache, v_cache, block, head, position, readable, scale_log2, softcap_log2, S,
+        )
+        block = next_block
+    return acc, top, total
+
+
+@jit()
+def store_result(out, acc, total, row, query_head, live, S: tl.constexpr):
+    """Write the result of a row's query heads that are ``live``; of one that has seen nothing it is 0."""
+    lane = tl.arange(0, S.value_pad)
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    offset = (row * (S.kv_heads * S.group) + query_head)[:, None] * S.value_dim + lane[None, :]
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=live[:, None] & (lane < S.value_dim)[None, :])
+
+
+@jit()
+def store_part(acc, top, total, partial_acc, partial_sums, part, query_head, live, S: tl.constexpr):
+    """Write part number ``part`` of a result, of the query heads that are ``live``."""
+    lane = tl.arange(0, S.value_pad)
+    place = part * (S.kv_heads * S.group) + query_head
+    inside = live[:, None] & (lane < S.value_dim)[None, :]
+    tl.store(partial_acc + place[:, None] * S.value_dim + lane[None, :], acc, mask=inside)
+    tl.store(partial_sums + place * 2, top, mask=live)
+    tl.store(partial_sums + place * 2 + 1, total, mask=live)
+
+
+@jit()
 def blocks_of_tile(table_row, start, begin, end, n, BLOCK_N: tl.constexpr, HAS_BEGIN: tl.constexpr, S: tl.constexpr):
     """The block of each position ``start + n``, one for all where a block holds the tile.
 

@@ -24,13 +24,15 @@ from hf_paged.kernels._triton import (
     tl,
 )
 from hf_paged.kernels.attention._tile import (
-    attend_tile,
+    attend_row,
     blocks_of,
     empty_result,
     first_visible,
     launch_arguments,
     padded_head_dim,
     partial_results,
+    store_part,
+    store_result,
 )
 from hf_paged.kernels.attention.types import AttentionOptions, DecodeWork, PagedMetadata, WorkItem
 
@@ -172,49 +174,22 @@ def _decode_kernel(
     loop_end = tl.minimum(loop_begin + tiles * BLOCK_N, end)
 
     table_row = block_table + slot * table_stride
-    n = tl.arange(0, BLOCK_N)
-    # The next tile's block ids come a tile ahead, so that its loads of K and V need not wait for them.
-    block = blocks_of(table_row, loop_begin + n, begin, loop_end, S)
+    # Block ids come a tile ahead, so that loads of K and V need not wait for them.
+    block = blocks_of(table_row, loop_begin + tl.arange(0, BLOCK_N), begin, loop_end, S)
     # Plan and block table come from copies and torch's kernels, which end every PDL chain: read ahead of the wait.
     after_previous_kernel(PDL)
 
-    # The group's heads are the rows of one tile, padded to what tl.dot takes.
+    acc, top, total = attend_row(
+        q, k_cache, v_cache, sinks, table_row, q_stride_t, q_stride_h, scale_log2, softcap_log2, head, row, block,
+        begin, loop_begin, loop_end, split == 0, BLOCK_M, BLOCK_N, None, S,
+    )
     m = tl.arange(0, BLOCK_M)
-    lane = tl.arange(0, S.head_pad)
-    query_head = head * S.group + m
-    inside = (m < S.group)[:, None] & (lane < S.head_dim)[None, :]
-    q_tile = tl.load(q + row * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=inside, other=0.0)
-
-    value_lane = tl.arange(0, S.value_pad)
-    live = (m < S.group)[:, None] & (value_lane < S.value_dim)[None, :]
-    acc = tl.zeros([BLOCK_M, S.value_pad], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if S.has_sinks:
-        # A score without a value, of weight 1 at its own height, in base 2 by log2(e). The first split counts it.
-        sink = tl.load(sinks + query_head, mask=m < S.group, other=0.0).to(tl.float32) * 1.4426950408889634
-        top = tl.where(split == 0, tl.maximum(sink, -3.0e38), top)
-        total = tl.where(split == 0, 1.0, total)
-    for start in range(loop_begin, loop_end, BLOCK_N):
-        position = start + n
-        next_block = blocks_of(table_row, position + BLOCK_N, begin, loop_end, S)
-        readable = (position >= begin) & (position < loop_end)
-        acc, top, total = attend_tile(
-            q_tile, acc, top, total, k_cache, v_cache, block, head, position, readable,
-            scale_log2, softcap_log2, S,
-        )
-        block = next_block
-
+    live, query_head = m < S.group, head * S.group + m
     if splits == 1:
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        offset = (row * (S.kv_heads * S.group) + query_head)[:, None] * S.value_dim + value_lane[None, :]
-        tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
+        store_result(out, acc, total, row, query_head, live, S)
     else:
         if loop_begin < loop_end:
-            part = item * (S.kv_heads * S.group) + query_head
-            tl.store(partial_acc + part[:, None] * S.value_dim + value_lane[None, :], acc, mask=live)
-            tl.store(partial_sums + part * 2, top, mask=m < S.group)
-            tl.store(partial_sums + part * 2 + 1, total, mask=m < S.group)
+            store_part(acc, top, total, partial_acc, partial_sums, item, query_head, live, S)
         # All threads' parts are written before the arrival is counted: the program that counts the last one sees them.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + row * S.kv_heads + head, 1, sem="acq_rel")
@@ -262,10 +237,7 @@ def _join_splits(
             cache_modifier=".cg",
         )
         acc += tl.sum(parts * tl.exp2(weight - top[None, :])[:, :, None], 0)
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    offset = (row * HEADS + query_head)[:, None] * S.value_dim + lane[None, :]
-    live = (group < S.group)[:, None] & (lane < S.value_dim)[None, :]
-    tl.store(out + offset, result.to(out.dtype.element_ty), mask=live)
+    store_result(out, acc, total, row, query_head, group < S.group, S)
 
 
 def even_work(meta: PagedMetadata, num_kv_heads: int, splits: int) -> DecodeWork:

@@ -39,7 +39,7 @@ from hf_paged.kernels._triton import (
 from hf_paged.kernels.attention._tile import (
     KernelShape,
     add_scores,
-    attend_tile,
+    attend_row,
     blocks_of,
     blocks_of_tile,
     empty_result,
@@ -49,6 +49,8 @@ from hf_paged.kernels.attention._tile import (
     load_values,
     partial_results,
     scores_of,
+    store_part,
+    store_result,
 )
 from hf_paged.kernels.attention.decode import MIN_SPLIT
 from hf_paged.kernels.attention.prefill import SharedParts, paged_attention_prefill
@@ -115,16 +117,6 @@ def cut_positions(begin, end, split, splits, BLOCK_N: tl.constexpr, MIN_TILES: t
 
 
 @jit()
-def _store_part(acc, top, total, partial_acc, partial_sums, part, query_head, live, S: tl.constexpr):
-    lane = tl.arange(0, S.value_pad)
-    place = part * (S.kv_heads * S.group) + query_head
-    inside = live[:, None] & (lane < S.value_dim)[None, :]
-    tl.store(partial_acc + place[:, None] * S.value_dim + lane[None, :], acc, mask=inside)
-    tl.store(partial_sums + place * 2, top, mask=live)
-    tl.store(partial_sums + place * 2 + 1, total, mask=live)
-
-
-@jit()
 def _store_nothing(partial_sums, part, query_head, live, S: tl.constexpr):
     """A part out of sight: what it would have in `partial_acc` is not read."""
     place = part * (S.kv_heads * S.group) + query_head
@@ -178,7 +170,7 @@ def _shared_part(
                 readable = readable & (position[None, :] >= row_begin[:, None])
             score = tl.where(readable, score, float("-inf"))
             acc, top, total = add_scores(acc, top, total, score, scale, v)
-        _store_part(acc, top, total, partial_acc, partial_sums, part, query_head, live, S)
+        store_part(acc, top, total, partial_acc, partial_sums, part, query_head, live, S)
     else:
         _store_nothing(partial_sums, part, query_head, live, S)
 
@@ -189,46 +181,23 @@ def _own_part(
     window, scale_log2, softcap_log2, head, row, slot, begin, end, split, splits, part, length, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MIN_TILES: tl.constexpr, S: tl.constexpr,
 ):
-    """A split of a row's own positions. The group's heads are the rows of one tile, padded to what tl.dot takes."""
+    """A split of a row's own positions."""
     if S.has_window:
         begin = tl.maximum(begin, first_visible(length - 1, window, S))
     loop_begin, loop_end = cut_positions(begin, end, split, splits, BLOCK_N, MIN_TILES)
     table_row = block_table + slot * table_stride
-    n = tl.arange(0, BLOCK_N)
-    # The next tile's block ids come a tile ahead, so that its loads of K and V need not wait for them.
-    block = blocks_of(table_row, loop_begin + n, begin, loop_end, S)
+    # Block ids come a tile ahead, so that loads of K and V need not wait for them.
+    block = blocks_of(table_row, loop_begin + tl.arange(0, BLOCK_N), begin, loop_end, S)
+    acc, top, total = attend_row(  # the joining of several pieces counts the sink
+        q, k_cache, v_cache, sinks, table_row, q_stride_t, q_stride_h, scale_log2, softcap_log2, head, row, block,
+        begin, loop_begin, loop_end, part < 0, BLOCK_M, BLOCK_N, STAGES, S,
+    )
     m = tl.arange(0, BLOCK_M)
-    lane = tl.arange(0, S.head_pad)
-    query_head = head * S.group + m
-    live = m < S.group
-    inside = live[:, None] & (lane < S.head_dim)[None, :]
-    q_tile = tl.load(q + row * q_stride_t + query_head[:, None] * q_stride_h + lane[None, :], mask=inside, other=0.0)
-    acc = tl.zeros([BLOCK_M, S.value_pad], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if S.has_sinks:
-        # Of several pieces, the joining counts it.
-        sink = tl.load(sinks + query_head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-        top = tl.where(part < 0, tl.maximum(sink, -3.0e38), top)
-        total = tl.where(part < 0, 1.0, total)
-    for start in tl.range(loop_begin, loop_end, BLOCK_N, num_stages=STAGES):
-        position = start + n
-        next_block = blocks_of(table_row, position + BLOCK_N, begin, loop_end, S)
-        readable = (position >= begin) & (position < loop_end)
-        acc, top, total = attend_tile(
-            q_tile, acc, top, total, k_cache, v_cache, block, head, position, readable,
-            scale_log2, softcap_log2, S,
-        )
-        block = next_block
-
+    live, query_head = m < S.group, head * S.group + m
     if part < 0:
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        value_lane = tl.arange(0, S.value_pad)
-        offset = (row * (S.kv_heads * S.group) + query_head)[:, None] * S.value_dim + value_lane[None, :]
-        written = live[:, None] & (value_lane < S.value_dim)[None, :]
-        tl.store(out + offset, result.to(out.dtype.element_ty), mask=written)
+        store_result(out, acc, total, row, query_head, live, S)
     elif loop_begin < loop_end:
-        _store_part(acc, top, total, partial_acc, partial_sums, part, query_head, live, S)
+        store_part(acc, top, total, partial_acc, partial_sums, part, query_head, live, S)
     else:
         _store_nothing(partial_sums, part, query_head, live, S)
 
@@ -315,9 +284,7 @@ def _join_kernel(out, partial_acc, partial_sums, table, sinks, S: tl.constexpr, 
         values = tl.where((tops > float("-inf"))[:, :, None], values, 0.0)
         acc = acc * rescale[:, None] + tl.sum(values * weight[:, :, None], 0)
         top = new_top
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    offset = (row * HEADS + query_head)[:, None] * S.value_dim + lane[None, :]
-    tl.store(out + offset, result.to(out.dtype.element_ty), mask=live[:, None] & (lane < S.value_dim)[None, :])
+    store_result(out, acc, total, row, query_head, live, S)
 
 
 def _join_parts(out: torch.Tensor, acc: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor,

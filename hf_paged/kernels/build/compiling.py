@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, SimpleNamespace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,10 +52,7 @@ _ALLOCATIONS = frozenset({
 
 
 class _Missing(BaseException):
-    """A signal that a kernel is not compiled. Not an `Exception`, so that no code on its way catches it.
-
-    Its argument, if it has one, is the future of the kernel's compilation.
-    """
+    """A signal that a kernel is not compiled. Not an `Exception`, so that no code on its way catches it."""
 
 
 class _Watch:
@@ -143,9 +140,14 @@ class _DryRun(_LaunchesNothing):
 
 
 class _FromDisk(_LaunchesNothing):
-    """A run that loads kernels from the disk, up to the first one that is not there."""
+    """A run that loads kernels from the disk.
 
-    _name = ""
+    Args:
+        miss: called with Triton's key, compiler and finalizer of a kernel that is not there.
+    """
+
+    def __init__(self, miss: Callable[..., None]) -> None:
+        self._miss, self._name = miss, ""
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
         self._name = kernel.__name__
@@ -153,31 +155,10 @@ class _FromDisk(_LaunchesNothing):
 
     def submit(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object], *_: Any) -> Any:
         if not _lies_on_disk(key, self._name):
-            return self.miss(key, compile, finalize)
+            return self._miss(key, compile, finalize)
         kernel = compile()
         finalize(kernel)
         return kernel
-
-    def miss(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> Any:
-        """End the run at a kernel that is not on the disk."""
-        raise _Missing
-
-
-class _Ahead(_FromDisk):
-    """A run that loads kernels from the disk; `_Missing` has the future of one that is compiled."""
-
-    def miss(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> NoReturn:
-        raise _Missing(_begin_ahead(key, compile, finalize))
-
-
-class _AllAhead(_FromDisk):
-    """A run that loads kernels from the disk, and begins to compile all that are not there; it launches nothing."""
-
-    def __init__(self) -> None:
-        self.missing: list[Future[object]] = []
-
-    def miss(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> None:
-        self.missing.append(_begin_ahead(key, compile, finalize))
 
 
 def _begin_ahead(key: str, compile: Callable[[], Any], finalize: Callable[[Any], object]) -> Future[object]:
@@ -430,51 +411,28 @@ def loaded(records: Iterable[str]) -> list[Callable[[], object]]:
     if active_mode is None or not (records := list(records)):
         return missing
     wait([prepare_triton()])
-    run = _FromDisk()
     for record in records:
         try:
             launch = launch_of(record)
-            run.run(launch)
-        except _Missing:
-            missing.append(launch)
+            _FromDisk(lambda *_, launch=launch: missing.append(launch)).run(launch)
         except Exception as error:
             logger.info("hf_paged: a kernel of an earlier process is not loaded: %r", error)
     return missing
 
 
-def compiled_ahead(run: Callable[[], object]) -> Future[object]:
-    """Have the first kernel of ``run()`` that is not there compiled by another process, and wait for nothing.
+def compiled_ahead(run: Callable[[], object]) -> list[Future[object]]:
+    """Have all kernels of ``run()`` that are not there compiled by other processes, and wait for nothing.
 
-    `run` is called dry. What is compiled already, or lies in Triton's cache on the disk, is loaded at once. Done: the
-    kernel is there, or has the error of its compiler; if it was the only one that `run` launches, a launch finds all. A
-    program that ends does not wait either.
-    """
-    found: Future[object] = Future()
-    try:
-        if active_mode is None:
-            raise NotImplementedError("this version of triton does not compile asynchronously")
-        _Ahead().run(run)
-    except _Missing as missing:
-        future: Future[object] = missing.args[0]
-        return future
-    except Exception as error:
-        found.set_exception(error.with_traceback(None))
-    else:
-        found.set_result(None)
-    return found
-
-
-def compiled_aside(run: Callable[[], object]) -> list[Future[object]]:
-    """Have all kernels of ``run()``, a step, that are not there compiled by other processes, and wait for nothing.
-
-    `run` is called dry. Returns a future for each kernel, which is done when it is there, or has its compiler's error.
+    `run` is called dry. What is compiled already, or lies in Triton's cache on the disk, is loaded at once. Returns a
+    future for each other kernel, which is done when it is there, or has its compiler's error. A program that ends does
+    not wait either.
     """
     if active_mode is None:
         return []
-    ahead = _AllAhead()
+    missing: list[Future[object]] = []
     with _Zeros():
-        ahead.run(run)
-    return ahead.missing
+        _FromDisk(lambda *kernel: missing.append(_begin_ahead(*kernel))).run(run)
+    return missing
 
 
 def is_dry() -> bool:

@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False
 """LoRA updates of experts' weights, folded into each tile of a weight before it is multiplied with.
 
-PEFT adds ``scale * B @ A`` to all experts' weights in each forward, by `torch.baddbmm`. On a GPU that rounds the update
-to the weights' dtype before it rounds the sum, on a CPU the sum alone. A kernel that reads a weight once does it in
-registers, with a GPU's roundings, and writes nothing.
+PEFT adds ``scale * B @ A`` to all experts' weights in each forward, by `torch.baddbmm`. On a CPU that rounds the sum
+alone, on a GPU mostly the update as well (see `rounds_update`). A kernel that reads a weight once does it in registers,
+with a GPU's roundings, and writes nothing.
 """
 
 from __future__ import annotations
@@ -47,6 +47,15 @@ def rank_block(rank: int) -> int:
     return max(_LEAST_BLOCK, next_power_of_2(rank))
 
 
+def rounds_update(rank: int, *, is_transposed: bool) -> bool:
+    """Return whether cuBLAS rounds an update to the weights' dtype before it adds it, in 16 bits.
+
+    Its kernels for tensor cores do. They read lines that begin at 16 bytes, which those of B, of `rank` values, do not
+    for other ranks than multiples of 8; of transposed weights it reads B the other way round.
+    """
+    return is_transposed or rank % 8 == 0
+
+
 @jit()
 def update_columns(b, expert, n, n_inside, dtype: tl.constexpr, S: tl.constexpr):
     """Rows n of an expert's B, rounded to dtype: [BLOCK_N, S.rank_block], zeros beyond its columns."""
@@ -57,9 +66,12 @@ def update_columns(b, expert, n, n_inside, dtype: tl.constexpr, S: tl.constexpr)
 
 @jit()
 def folded_tile(w, columns, a_of_expert, k, k_inside, scale, S: tl.constexpr):
-    """A tile w [BLOCK_N, BLOCK_K] of an expert's weight with its update, both rounded; k: its columns."""
+    """A tile w [BLOCK_N, BLOCK_K] of an expert's weight with its update, rounded as `torch.baddbmm` does; k: its
+    columns."""
     j = tl.arange(0, S.rank_block)
     mask = (j < S.rank)[:, None] & k_inside[None, :]
     a = tl.load(a_of_expert + j[:, None] * S.columns + k[None, :], mask=mask, other=0.0).to(w.dtype)
-    update = tl.dot(columns, a, input_precision="ieee")
-    return (w.to(tl.float32) + (scale * update).to(w.dtype).to(tl.float32)).to(w.dtype)
+    update = scale * tl.dot(columns, a, input_precision="ieee")
+    if S.rounds_update:
+        update = update.to(w.dtype).to(tl.float32)
+    return (w.to(tl.float32) + update).to(w.dtype)

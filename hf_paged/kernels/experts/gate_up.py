@@ -19,7 +19,7 @@ from hf_paged.kernels._triton import (
     tl,
     triton,
 )
-from hf_paged.kernels.experts.fold import ExpertUpdate, folded_tile, rank_block, update_columns
+from hf_paged.kernels.experts.fold import ExpertUpdate, folded_tile, rank_block, rounds_update, update_columns
 from hf_paged.kernels.experts.route import Routes
 from hf_paged.kernels.layer.silu_mul import silu_mul_tile
 
@@ -59,14 +59,14 @@ class ExpertWeights(NamedTuple):
         num_experts, update = len(self.weight), self.update
         rank = 0 if update is None else update.rank(num_experts)
         shape = WeightsShape(*self.sizes, num_experts, self.is_transposed, self.bias is not None, rank,
-                             rank_block(rank))
+                             rank_block(rank), rounds_update(rank, is_transposed=self.is_transposed))
         a, b, scale = (None, None, 0.0) if update is None else update
         return {"weight": self.weight, "bias": self.bias, "a": a, "b": b, "scale": scale, "S": constants(shape)}
 
 
 class WeightsShape(NamedTuple):
     """What kernels are compiled for: N and K of each expert's weight, the number of experts, and the update's rank (0:
-    none) with the columns of its tiles."""
+    none) with the columns of its tiles and whether it is rounded by itself."""
 
     rows: int
     columns: int
@@ -75,6 +75,7 @@ class WeightsShape(NamedTuple):
     has_bias: bool
     rank: int
     rank_block: int
+    rounds_update: bool
 
 
 class Gating(NamedTuple):

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hf_paged.device.cuda import num_multiprocessors
-from hf_paged.kernels._triton import next_power_of_2, on_device_of
+from hf_paged.kernels._triton import next_power_of_2, on_device_of, row_of_tile
 from hf_paged.kernels.attention._tile import score_numbers
 from hf_paged.kernels.attention.types import AttentionOptions, PagedMetadata, TileQueue, positively_scaled
 from hf_paged.kernels.build.compiling import noted
@@ -126,18 +126,7 @@ class _Handover(NamedTuple):
     turns: Any  # of the two warpgroups at the tensor cores
 
 
-@gluon.jit
-def _row_of_tile(query_start, tile, num_rows, BLOCK_Q: gl.constexpr):
-    """Largest row whose first tile, ``query_start[row] // BLOCK_Q + row``, is not after ``tile``."""
-    low = 0
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        if gl.load(query_start + middle) // BLOCK_Q + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    return low
+_row_of_tile = gluon.jit(row_of_tile.fn)  # as Gluon takes functions of Triton's own library
 
 
 @gluon.jit

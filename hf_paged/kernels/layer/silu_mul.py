@@ -31,6 +31,11 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return silu_mul_triton(gate_up) if gate_up.is_cuda else silu_mul_reference(gate_up)
 
 
+def silu_mul_parts(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """:func:`silu_mul` of two tensors ``[T, I]``, each with rows of its own stride."""
+    return _launch(gate, up) if gate.is_cuda else F.silu(gate) * up
+
+
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """:func:`silu_mul` in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -57,29 +62,34 @@ def silu_mul_tile(gate, up, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @jit()
 def _silu_mul_kernel(
-    gate_up, out, row_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr
+    gate, up, out, gate_stride, up_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     after_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < WIDTH
     dtype = out.dtype.element_ty
-    gate = tl.load(gate_up + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + column, silu_mul_tile(gate, up, dtype, INTERPRETED), mask=inside)
+    gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    ups = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, silu_mul_tile(gates, ups, dtype, INTERPRETED), mask=inside)
 
 
 def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     """:func:`silu_mul` as one Triton launch, a program per row and up to 1,024 columns."""
+    return _launch(*gate_up.chunk(2, dim=-1))
+
+
+def _launch(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     require_triton()
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    num_rows, width = gate.shape
+    out = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
     if out.numel() == 0:
         return out
     tile = min(1024, next_power_of_2(width))
-    with on_device_of(gate_up):
+    with on_device_of(gate):
         _silu_mul_kernel[(num_rows, cdiv(width, tile))](
-            gate_up, out, gate_up.stride(0), WIDTH=width, TILE=tile, INTERPRETED=triton.knobs.runtime.interpret,
-            num_warps=4, enable_fp_fusion=False, **pdl_options(gate_up),
+            gate, up, out, gate.stride(0), up.stride(0), WIDTH=width, TILE=tile,
+            INTERPRETED=triton.knobs.runtime.interpret, num_warps=4, enable_fp_fusion=False, **pdl_options(gate),
         )
     return out

@@ -17,6 +17,7 @@ from hf_paged.guards.original_classes import of_model_class
 from hf_paged.guards.original_code import OriginalCode
 from hf_paged.guards.snapshot import EXPERTS, experts_implementation
 from hf_paged.models.base import AttentionMask, KVSpec, PoolShape, StateShape, StepContext
+from hf_paged.models.derivation.known_code import KnownCode
 from hf_paged.models.derivation.rows_in_dtype import Precision, RowsIn
 from hf_paged.models.executor import KNOWN_LAYERS, ModelExecutor, float_weights, plain_values
 from hf_paged.models.experts import ExpertForwards
@@ -76,7 +77,8 @@ def _shape_of(outline: ModelOutline) -> tuple:
 
 
 class DerivedExecutor(ModelExecutor):
-    """Executor that runs the modules of a model as they stand, by the model's outline."""
+    """Executor that runs the modules of a model as they stand, by the model's outline; on a GPU kernels compute norms,
+    gated MLPs and RoPE whose code is known."""
 
     def __init__(self, model: PreTrainedModel, *, outline: ModelOutline,
                  derive: Callable[[PreTrainedModel], ModelOutline | Reason],
@@ -98,6 +100,7 @@ class DerivedExecutor(ModelExecutor):
         super().__init__(model, outline.model_class, sys.modules[outline.model_class.__module__],
                          routed_experts=routed_experts)
         self._experts = ExpertForwards(self, is_wanted=fused_experts and fused_kernels)
+        self._known_code = KnownCode(self, is_wanted=fused_kernels)
         self.inner_decoder = decoder_below(self.model, outline.body, [call.module for call in outline.calls])
         paths = (outline.body, *(call.module for call in outline.calls))
         # One path for each config: each step looks them up. A module that gets another config later does not call paged
@@ -192,7 +195,7 @@ class DerivedExecutor(ModelExecutor):
         return self._experts.why_not(device)
 
     def body_of_step(self, step: StepContext, forwards: Mapping[str, Callable[..., Any]]) -> nn.Module:
-        body = super().body_of_step(step, {**self._experts_of(step), **forwards})
+        body = super().body_of_step(step, {**self._known_code.forwards(), **self._experts_of(step), **forwards})
         if step.fed is None or self.inner_decoder is None:
             return body
         return feeding(body, self.inner_decoder.removeprefix(f"{self.body}."), step.fed)

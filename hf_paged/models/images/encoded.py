@@ -27,7 +27,7 @@ class Encoded(NamedTuple):
     def is_close(self, other: Encoded) -> bool:
         """Return whether two are the same but for rounding, as of batches of other sizes."""
         return len(self.layers) == len(other.layers) and all(
-            own.shape == given.shape and _is_close(own, given)
+            own.shape == given.shape and is_close(own, given)
             for own, given in zip((self.rows, *self.layers), (other.rows, *other.layers), strict=True))
 
 
@@ -92,7 +92,7 @@ def _held(rows: Any, count: int) -> type | None:
     return type(rows) if all(isinstance(own, torch.Tensor) and own.ndim > 1 for own in rows) else None
 
 
-def _is_close(own: torch.Tensor, given: torch.Tensor) -> bool:
+def is_close(own: torch.Tensor, given: torch.Tensor) -> bool:
     is_precise = own.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(own.device.type)
     own, given = own.double(), given.double()
     return bool((own - given).norm() <= (2e-3 if is_precise else 0.05) * given.norm())

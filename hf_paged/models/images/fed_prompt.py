@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -45,6 +47,41 @@ class FedPart(NamedTuple):
     rows: Mapping[str, torch.Tensor]
 
 
+class _Marks:
+    """Which tokens of a prompt are marked, given as [T] bool; those behind it are not."""
+
+    def __init__(self, marked: np.ndarray) -> None:
+        self._before = [0, *np.cumsum(marked).tolist()]  # marked ones in front of each place
+
+    def any_in(self, first: int, end: int) -> bool:
+        """Return whether one of the tokens `first` to `end` - 1 is marked."""
+        before = self._before
+        return first < len(before) and before[first] < before[min(end, len(before) - 1)]
+
+
+class _TokenNumbers:
+    """Numbers of each token of a prompt, as bytes.
+
+    Args:
+        numbers: [n, T] int64.
+        of_text: Those of text without images, [n, T] or for all alike.
+        behind: Those of each token behind the prompt; none: they are left out.
+
+    Attributes:
+        is_odd, odd: [T] bool, True where some of a token's numbers are not those of text; the same as marks.
+    """
+
+    def __init__(self, numbers: np.ndarray, of_text: np.ndarray | int, behind: Sequence[int] = ()) -> None:
+        self.is_odd = (numbers != of_text).any(0)
+        self.odd = _Marks(self.is_odd)
+        self._each, self._behind = 8 * len(numbers), _bytes(behind)
+        self._raw = numbers.astype(np.int64).T.tobytes()
+
+    def of(self, first: int, end: int) -> bytes:
+        """Return the numbers of the tokens `first` to `end` - 1, token by token."""
+        return self._raw[first * self._each : end * self._each] + self._behind * (end - max(first, len(self.is_odd)))
+
+
 @dataclass(frozen=True, eq=False)
 class FedPrompt:
     """What a prompt's decoder is fed in place of its ids.
@@ -61,6 +98,13 @@ class FedPrompt:
     runs: tuple[FedRun, ...]
     positions: np.ndarray | None = None
     sights: Mapping[int | None, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def content(self) -> Hashable:
+        """All that the prompt is, for finding equal ones."""
+        sights = tuple((window, sight.tobytes()) for window, sight in self.sights.items())
+        axes = None if self.positions is None else (len(self.positions), self.positions.tobytes())
+        return tuple(self.ids), tuple((run.first, run.end, run.identity) for run in self.runs), axes, sights
 
     def on_host(self) -> FedPrompt:
         """Return a copy whose rows lie on the host until a step needs them: those of prompts that wait would fill the
@@ -138,36 +182,65 @@ class FedPrompt:
         that the key of tokens behind the prompt is b"". The number of bytes is odd, unlike that of ids and cache keys,
         and the key says where it ends: no key is the beginning of another one.
         """
+        if not self._marks.any_in(first, end):
+            return b""
+        if (key := self._keys.get((first, end))) is None:
+            key = self._keys[first, end] = self._key(first, end)
+        return key
+
+    @cached_property
+    def _keys(self) -> dict[tuple[int, int], bytes]:
+        return {}
+
+    def _key(self, first: int, end: int) -> bytes:
+        """Make the key of tokens of which one is marked."""
         last = self._end_of_seen(first, end)
         runs: list[int] = []
-        for run in self.runs:
-            start, stop = max(first, run.first), min(last, run.end)
-            if start < stop:
-                runs += [run.identity, start - run.first, start - first, stop - start]
-        steps, seen = self._steps(first, last), self._seen(first, last)
-        if not runs and steps is None and not seen:
-            return b""
-        head = [len(runs), 0 if steps is None else len(steps), len(seen), last - end]
-        found = [head, runs, [] if steps is None else steps.ravel(), *seen, self.ids[end:last]]
-        return np.concatenate(found).astype(np.int64).tobytes() + b"\0"
+        spans, ends = self._spans
+        for start, stop, identity in spans[bisect_right(ends, first) :]:
+            if start >= last:
+                break
+            inside = max(first, start)
+            runs += identity, inside - start, inside - first, min(last, stop) - inside
+        steps = self._steps.of(first, last) if self._steps.odd.any_in(first, last) else b""
+        seen = [(window or 0, sight.of(first, last)) for window, sight in self._sights.items()
+                if sight.odd.any_in(first, last)]
+        found = [_bytes((len(runs), len(steps), len(seen), last - end, *runs)), steps]
+        for window, own in seen:
+            found += _bytes((window, len(own))), own
+        return b"".join((*found, _bytes(self.ids[end:last]), b"\0"))
 
-    def _seen(self, first: int, end: int) -> list[np.ndarray]:
-        """Return which positions these tokens see, by kinds of attention calls, if they do not see what they see
-        without images."""
-        found = []
-        for window, sight in self.sights.items():
-            own = sight[:, first:end]
-            if not np.array_equal(own, plain_sight(sight.shape[1], window)[:, first:end]):
-                found.append(np.array([window or 0, own.shape[1], *own.ravel()]))
-        return found
+    @cached_property
+    def _spans(self) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """First token, end and identity of each run, and the ends."""
+        spans = [(run.first, run.end, run.identity) for run in self.runs]
+        return spans, [end for _, end, _ in spans]
 
-    def _steps(self, first: int, end: int) -> np.ndarray | None:
-        """Return by how much the position of each token is above that of the token before [A, n]; None if by 1."""
-        found = self.positions_of(max(first - 1, 0), end)
-        if found is None:
-            return None
-        steps = np.diff(found, axis=1) if first else np.diff(found, axis=1, prepend=-1)
-        return None if (steps == 1).all() else steps
+    @cached_property
+    def _steps(self) -> _TokenNumbers:
+        """By how much the position of each token is above that of the token before, on each axis."""
+        given = np.empty((0, 0), np.int64) if self.positions is None else self.positions
+        return _TokenNumbers(np.diff(given, axis=1, prepend=-1), 1, behind=[1] * len(given))
+
+    @cached_property
+    def _sights(self) -> dict[int | None, _TokenNumbers]:
+        return {window: _TokenNumbers(sight, plain_sight(sight.shape[1], window))
+                for window, sight in self.sights.items()}
+
+    @cached_property
+    def _marks(self) -> _Marks:
+        """The tokens that are fed, or whose position or sight are not those of text alone."""
+        numbers = [self._steps, *self._sights.values()]
+        marked = np.zeros(max(len(self.ids), *(len(each.is_odd) for each in numbers)), bool)
+        for start, stop, _ in self._spans[0]:
+            marked[start:stop] = True
+        for each in numbers:
+            marked[: len(each.is_odd)] |= each.is_odd
+        return _Marks(marked)
+
+
+def _bytes(numbers: Sequence[int]) -> bytes:
+    return array("q", numbers).tobytes()
 
 
 def plain_sight(length: int, window: int | None) -> np.ndarray:

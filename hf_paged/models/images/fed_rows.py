@@ -21,6 +21,7 @@ class FedRows:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._slots: set[int] = set()  # includes ended sequences
+        self._lengths = np.zeros(1, np.int64)  # of what prompts feed, by slot; 0 for other slots, and at the end
 
     def admit(self, sequences: Seq[Sequence]) -> None:
         """Note which of these sequences, which have got a slot, feed something."""
@@ -29,10 +30,15 @@ class FedRows:
                 self._slots.discard(sequence.slot)
             else:
                 self._slots.add(sequence.slot)
+            if sequence.slot + 1 >= len(self._lengths):
+                self._lengths = np.pad(self._lengths, (0, sequence.slot + 1))
+            self._lengths[sequence.slot] = len(sequence.fed.ids) if isinstance(sequence.fed, FedPrompt) else 0
 
     def feeds(self, plan: StepPlan) -> bool:
         """Return whether a step feeds more than positions of decode rows, which are all that graphs feed."""
         is_decode = plan.num_decode_rows == len(plan.slots)
+        if is_decode and (plan.start >= self._lengths.take(plan.slots, mode="clip")).all():
+            return False  # without looking at each sequence
         return any(start < len(fed.ids) or (fed.positions is not None and not is_decode)
                    for _, fed, start, _, _ in self._rows(plan))
 

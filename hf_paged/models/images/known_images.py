@@ -16,6 +16,7 @@ from hf_paged.kernels.weights_checksum import ChecksumPlan
 from hf_paged.models.executor import ModelExecutor, view_of
 from hf_paged.models.images.encoded import Encoded, Form, split
 from hf_paged.models.images.items import Items, are_equal, divided
+from hf_paged.models.images.tower_attention import TowerAttention
 from hf_paged.process_lock import ProcessLock
 
 ENCODERS = ("get_image_features", "get_video_features")  # methods of a body: tower and projector
@@ -75,7 +76,7 @@ class KnownImages:
     def __init__(self, executor: ModelExecutor, most_bytes: int = MOST_BYTES) -> None:
         self._executor, self._most_bytes, self._plan = executor, most_bytes, ChecksumPlan()
         self.num_encoded = self.num_reused = self.num_bytes = 0
-        self._lock = ProcessLock()
+        self._lock, self._attention = ProcessLock(), TowerAttention()
         self._kept: OrderedDict[tuple[Hashable, int], _Kept] = OrderedDict()
         self._last = 0
         self._numbers: Hashable = None
@@ -99,7 +100,7 @@ class KnownImages:
         """Let the encoders of a view of a model's body run over images that are not known."""
         for name in ENCODERS:
             if (method := getattr(body, name, None)) is not None:
-                vars(body)[name] = self._once(name, method, body)
+                vars(body)[name] = self._once(name, self._attention.through(method, body), body)
 
     def _once(self, name: str, method: Callable[..., Any], body: nn.Module) -> Callable[..., Any]:
         signature = inspect.signature(method)

@@ -6,7 +6,7 @@ tower, the places of images, positions and scales are the class's own. What this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ def record(model: Any, path: str, body: str, masks: Sequence[AttentionMask], inp
     fed = _where_fed(given, plain)
     positions, deepstack = _positions(given, input_ids).cpu().numpy(), _deepstack(given)
     found: list[FedPrompt | None] = []
+    distinct: dict[Hashable, FedPrompt] = {}  # equal rows have one prompt, which makes the keys of its blocks once
     ids = input_ids.tolist()
     for row, (length, is_fed) in enumerate(zip(lengths, fed.cpu().numpy(), strict=True)):
         start, runs = input_ids.shape[1] - length, []
@@ -75,7 +76,8 @@ def record(model: Any, path: str, body: str, masks: Sequence[AttentionMask], inp
         if is_plain and not runs and not sights[row]:
             found.append(None)
         else:
-            found.append(FedPrompt(ids[row][start:], tuple(runs), None if is_plain else own, sights[row]))
+            prompt = FedPrompt(ids[row][start:], tuple(runs), None if is_plain else own, sights[row])
+            found.append(distinct.setdefault(prompt.content, prompt))
     return found
 
 

@@ -35,6 +35,11 @@ class Prompt:
         """Whether what is left is one token behind a state, which decode rows take along."""
         return not self.saves and 0 < self.start == self.end - 1
 
+    @property
+    def ends_with_a_token(self) -> bool:
+        """Whether the last forward of these tokens is that of one token behind a state."""
+        return 0 < (self.saves[-1].snapshot.position if self.saves else self.start) == self.end - 1
+
     def reads(self) -> list[int]:
         """Return the blocks whose keys and values other rows may compute."""
         return self._blocks[: self._num_cached]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import assert_idle, byte_tokenizer, random_prompts, stock_generate, tiny_model
+from support import assert_idle, byte_tokenizer, random_prompts, run_out, stock_generate, tiny_model
 from transformers import GenerationConfig
 
 import hf_paged
@@ -206,9 +206,7 @@ def test_a_stream_and_add_request(generator):
 
 
 def drained(engine):
-    outputs = []
-    while engine.has_unfinished():
-        outputs += engine.step()
+    outputs = run_out(engine)
     return outputs
 
 

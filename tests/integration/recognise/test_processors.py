@@ -15,6 +15,7 @@ from support import (
     assert_same_tensor,
     batch,
     byte_tokenizer,
+    lent,
     stock_generate,
     tiny_model,
 )
@@ -39,11 +40,7 @@ EOS = FREE[0][3]
 
 NATIVE = [option for option in table.OPTIONS.values() if option.path == table.NATIVE]
 
-
-@pytest.fixture
-def model():
-    yield shared_model()
-    hf_paged.disable(shared_model())
+model = lent(shared_model)
 
 
 # -- processors ------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 
 import numpy as np
 import torch
@@ -91,6 +92,75 @@ def test_keys_of_blocks_whose_tokens_see_later_ones():
         keys = [made.block_key(block, block + 4), *(prompt.block_key(block, block + 4) for prompt in others)]
         assert len(set(keys)) == len(keys)
         assert not any(one != other and one.startswith(other) for one in keys for other in keys)
+
+
+def stated(prompt: FedPrompt, first: int, end: int) -> tuple[object, ...]:
+    """What `block_key` says that keys and values depend on, token by token."""
+    sights = {window: list(zip(*sight.tolist(), strict=True)) for window, sight in prompt.sights.items()}
+    last = end
+    for at in itertools.count(first):
+        if at >= min(last, len(IDS)):
+            break
+        last = max(last, *(sight[at][1] + 1 for sight in sights.values()), 0)
+    fed = {at: (run.identity, at - run.first) for run in prompt.runs for at in range(run.first, run.end)}
+    positions = prompt.positions_of(0, last)
+    steps = None if positions is None else np.diff(positions, axis=1, prepend=-1)[:, first:last].tolist()
+    plain = {window: list(zip(*plain_sight(len(IDS), window).tolist(), strict=True)) for window in sights}
+    return (
+        [fed.get(at) for at in range(first, last)],
+        steps if positions is not None and {*itertools.chain(*steps)} != {1} else None,
+        {window: own for window, sight in sights.items() if (own := sight[first:last]) != plain[window][first:last]},
+        IDS[end:last],
+    )
+
+
+def drawn(r: random.Random) -> FedPrompt:
+    """Of two images at most, whose tokens may see each other, at one of few places, so that much of two is equal."""
+    places = r.choice([(), ((3, 9),), ((3, 9), (12, 14)), ((3, 7), (12, 15)), ((12, 14),), ((17, 20),)])
+    runs = tuple(run_of(first, end - first, r.choice([1, 2])) for first, end in places if r.random() < 0.8)
+    positions = r.choice([None, np.arange(20)[None], np.tile(np.arange(20), (3, 1))])
+    if places and positions is not None and r.random() < 0.7:
+        positions = positions.copy()
+        first, end = places[-1]
+        positions[r.randrange(len(positions)), first:end] = first + np.arange(end - first) // 2
+        positions[:, end:] = r.choice([end, end - 2]) + np.arange(20 - end)
+    sights = {}
+    for window in r.choice([(), (None,), (4,), (4, None)]):
+        sights |= spans(*places, window=window) if places else {}
+    return FedPrompt(IDS, runs, positions, sights)
+
+
+def test_keys_are_equal_where_all_that_they_state_is():
+    """Of random prompts, block by block; a prompt may end inside of a block."""
+    r = random.Random(1)
+    prompts = [drawn(r) for _ in range(90)]
+    for first, end in [(first, first + size) for size in (1, 4, 16) for first in range(0, 24, size)]:
+        found: dict[bytes, tuple[object, ...]] = {}
+        for prompt in prompts:
+            key, expected = prompt.block_key(first, end), stated(prompt, first, end)
+            assert found.setdefault(key, expected) == expected
+            assert dataclasses.replace(prompt).block_key(first, end) == key, "of one that was asked before"
+        assert len(found) == len({repr(expected) for expected in found.values()})
+        assert found.get(b"", "nothing") in ("nothing", ([None] * (end - first), None, {}, []))
+
+
+def test_a_block_that_goes_on_behind_the_prompt_is_that_of_the_longer_prompt():
+    """As output goes on: by ids, and positions that go up by 1."""
+    assert ROWS[0, 9] == 6
+    longer = np.concatenate([ROWS, ROWS[:, -1:] + [[1, 2]] * 3], axis=1)
+    shorter, longer = FedPrompt(IDS[:10], PLAIN.runs[:1], ROWS), FedPrompt(IDS[:12], PLAIN.runs[:1], longer)
+    assert shorter.block_key(8, 12) == longer.block_key(8, 12) != b"" == shorter.block_key(12, 16)
+
+
+def test_contents_of_equal_prompts_are_equal():
+    made = FedPrompt(IDS, PLAIN.runs, ROWS, spans((3, 9)))
+    again = FedPrompt(list(IDS), tuple(run_of(run.first, run.end - run.first, run.identity) for run in PLAIN.runs),
+                      ROWS.copy(), spans((3, 9)))
+    others = [{"ids": [*IDS[:-1], 7]}, {"runs": PLAIN.runs[:1]}, {"runs": (run_of(3, 6, 1), run_of(12, 2, 3))},
+              {"runs": (run_of(3, 5, 1), PLAIN.runs[1])}, {"positions": ROWS + 1}, {"positions": ROWS.reshape(1, -1)},
+              {"positions": None}, {"sights": {}}, {"sights": spans((3, 9), window=4)}, {"sights": spans((3, 8))}]
+    assert made.content == again.content
+    assert len({made.content, *(dataclasses.replace(made, **other).content for other in others)}) == 1 + len(others)
 
 
 def test_no_tokens_have_no_key():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from threads import run_threads
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -329,8 +330,5 @@ def test_threads_share_what_is_known():
             failed.append(error)
 
     threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_threads(threads)
     assert not failed

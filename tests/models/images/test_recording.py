@@ -77,6 +77,16 @@ def test_rows_runs_and_positions():
 
 
 @torch.no_grad()
+def test_equal_rows_have_one_prompt():
+    """Which makes the keys of its blocks once."""
+    ids, counted = IDS[[1, 1, 1]], COUNTED[[1, 1, 1]]
+    images = torch.arange(8.0).view(2, 4)[[0, 1, 0, 1, 1, 0]]
+    kwargs = {"position_ids": counted, "images": images}
+    found = record(Model(), "model.decoder", "model", [AttentionMask(None)], ids, [6, 6, 6], kwargs, FedContents())
+    assert isinstance(found, list) and found[0] is found[1] is not found[2]
+
+
+@torch.no_grad()
 def test_a_row_whose_vectors_are_those_of_its_ids_is_text():
     model = Model()
     images = model.model.embed.weight[IMAGE].repeat(4, 1)

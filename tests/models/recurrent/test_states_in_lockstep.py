@@ -15,6 +15,7 @@ from support import (
     batch,
     num_calls,
     random_prompts,
+    run_out,
     stock_copy,
     stock_generate,
 )
@@ -74,8 +75,7 @@ def test_beside_native_requests(name, overlap, monkeypatch):
     assert_same_tensor(model.generate(torch.tensor([ended]), max_new_tokens=2), of_ended)
     assert_same_tensor(model.generate(**INPUTS, **OPTIONS, num_beams=3), beams)
     invariants.check(engine._core.scheduler)
-    while engine.has_unfinished():
-        tokens += [token for output in engine.step() for token in output.new_token_ids]
+    tokens += [token for output in run_out(engine) for token in output.new_token_ids]
     assert tokens == of_running
     hits = engine.stats().prefix_cache_hits
     longer = torch.cat([of_ended, torch.tensor([[7]])], 1)
@@ -157,8 +157,7 @@ def test_weights_that_change_in_a_call(is_beside_requests):
     if is_beside_requests:
         engine.add_request([5, 6, 7], GenerationConfig(max_new_tokens=20))
     assert_close_steps(run(model).logits, run(stock).logits)
-    while engine.has_unfinished():
-        engine.step()
+    run_out(engine)
     assert_idle(model)
 
 

@@ -3,8 +3,6 @@ in it, and which models have it. Without a GPU the kernels' references run."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from derived_models import assert_scored_as_stock
@@ -18,7 +16,7 @@ from hf_paged import PagedGenerator
 from hf_paged.kernels.attention.prefill import FULL_TILE
 from hf_paged.models import find_executor
 from hf_paged.models.derivation import recurrent_executor
-from hf_paged.models.recurrent import delta_net, mamba2
+from hf_paged.models.recurrent import mamba2
 from hf_paged.runner.attention_inputs import AttentionInputs
 from hf_paged.runner.dry_runs import dry_runs
 from hf_paged.runner.memory import largest_step
@@ -160,16 +158,6 @@ def test_heads_that_do_not_fit_in_shared_memory_do_not_pack(dtype, packs, monkey
     executor = find_executor(model)(model)
     assert executor.why_not_kernels(model.device) is None
     assert executor.packs_prompts is packs
-
-
-def test_heads_and_dtypes_that_were_not_tried_on_a_gpu_do_not_pack(monkeypatch):
-    monkeypatch.setattr(delta_net, "fits", lambda *args: True)
-    layer, cuda = SimpleNamespace(head_k_dim=128, head_v_dim=128), torch.device("cuda")
-    assert all(delta_net.packs(layer, dtype, cuda) for dtype in (torch.bfloat16, torch.float16))
-    assert not delta_net.packs(layer, torch.float32, cuda)
-    assert delta_net.packs(layer, torch.float32, torch.device("cpu"))
-    for name in ("head_k_dim", "head_v_dim"):
-        assert not delta_net.packs(SimpleNamespace(**{**vars(layer), name: 64}), torch.bfloat16, cuda)
 
 
 def test_heads_of_mamba2_that_were_not_tried_on_a_gpu_do_not_pack(monkeypatch):

@@ -60,12 +60,25 @@ def test_decode_rows_replay_graphs_and_make_stocks_tokens(model, steps, overlap)
     engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, overlap=overlap, **OPTIONS))
     assert list(run(engine, GREEDY, PROMPTS).values()) == greedy(model, PROMPTS)
     assert {kind for kind, _ in steps} == {"decode"} and {1, 2, 4} <= {size for _, size in steps}
-    # A step for each further prompt, whose decode rows are a graph, and then those of the last request.
-    assert len(steps) == len(PROMPTS) - 1 + len(greedy(model, PROMPTS[:1])[0]) - 1
+    # A step for each prompt, whose last token and the decode rows are a graph, and then those of the last request.
+    assert len(steps) == len(PROMPTS) + len(greedy(model, PROMPTS[:1])[0]) - 1
     captured = engine.stats().num_graphs_captured
     prompts = random_prompts([21, 8, 30], seed=5)
     assert list(run(engine, GREEDY, prompts).values()) == greedy(model, prompts)
     assert 0 < captured <= engine.stats().num_graphs_captured and engine.stats().num_graphs_dropped == 0
+
+
+@pytest.mark.parametrize("lengths", [[20, 17], [20, 17, 200], [1, 20]])
+def test_last_tokens_of_prompts_are_one_graph_where_no_other_row_samples(model, steps, lengths):
+    """A prompt that is cut in the same step has no token yet; a prompt of one token has no state before it."""
+    prompts = random_prompts(lengths, seed=4)
+    engine = hf_paged.get_engine(hf_paged.enable(model, strict=True, **OPTIONS | {"max_num_batched_tokens": 64}))
+    names = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+    first = {output.request_id: output.new_token_ids for output in engine.step()}
+    assert steps == ([] if lengths[0] == 1 else [("decode", 2)])
+    made = {name: first.get(name, []) for name in names}
+    rest = run(engine, GREEDY)
+    assert [made[name] + rest[name] for name in names] == greedy(model, prompts)
 
 
 def test_a_padded_step_changes_the_states_of_its_rows_alone(model, steps):

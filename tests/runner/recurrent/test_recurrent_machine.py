@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from recurrent_models import outlined, recurrent_model, with_idiom
-from support import random_prompts
+from support import random_prompts, run_out
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator
@@ -68,8 +68,7 @@ class RecurrentMachine(RuleBasedStateMachine):
                                         max_num_batched_tokens=budget, max_model_len=100)
         self.engine, self.capacity = self.generator.engine, capacity
         self.engine.add_request([1], GenerationConfig(max_new_tokens=1))
-        while self.engine.has_unfinished():
-            self.engine.step()
+        run_out(self.engine)
         for layers in (*self.core.runner.cache.layers, self.core.runner.cache.states._tensors.values()):
             for tensor in layers:
                 tensor.fill_(float("nan"))  # what no request has written is never read

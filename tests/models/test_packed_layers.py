@@ -1,0 +1,182 @@
+"""4-bit layers whose bytes kernels read, in fused layers: here by the kernels' reference; QLoRA around them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from packed_models import Linear4bit, QuantState, install, qlora, quantize
+from support import HostMemory, assert_native_parity, batch, stock_copy, tiny_model
+from torch import nn
+
+import hf_paged
+from hf_paged.kernels.layer.linear_4bit import Packed4BitGroup
+from hf_paged.models import find_executor, fused, linears
+from hf_paged.models.packed import dequantizing
+
+INPUTS = batch([40, 33, 7])
+OPTIONS = {"max_new_tokens": 8}
+SHAPE = {"hidden_size": 64, "intermediate_size": 128}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Stand-ins of bitsandbytes' and PEFT's classes, and what kernels do, as on a GPU; 4-bit layers may not run."""
+    install(monkeypatch)
+    monkeypatch.setattr(fused, "reads_tables", lambda device: True)
+    monkeypatch.setattr(linears, "adjacent_memory", HostMemory)
+    for where in (fused, dequantizing):
+        monkeypatch.setattr(where, "reads_packed", lambda device, dtype: True)
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """The 4-bit layers that ran."""
+    calls, own = [], Linear4bit.dequantized
+    monkeypatch.setattr(Linear4bit, "dequantized", lambda self: (calls.append(self), own(self))[1])
+    return calls
+
+
+def executor_of(model):
+    return hf_paged.get_engine(model)._core._executor
+
+
+def groups_of(model):
+    return executor_of(model)._linears._packed
+
+
+def scratch_bytes(model):
+    return hf_paged.get_engine(model).stats().shadow_bytes
+
+
+def biased(model):
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            linear = getattr(layer.self_attn, name)
+            linear.bias = nn.Parameter(torch.linspace(-1, 1, linear.out_features))
+    return model
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_tokens_are_stocks_and_memory_is_a_scratch(nested, has_biases):
+    model = tiny_model(**SHAPE)
+    model = quantize(biased(model) if has_biases else model, nested)
+    hf_paged.enable(model, strict=True, dequantize=False)
+    assert_native_parity(model, **INPUTS, **OPTIONS)
+    found = groups_of(model)
+    assert len(found) == 4 * len(executor_of(model)._layers())
+    assert [len(group.weights) for group in list(found.values())[:4]] == [3, 1, 2, 1]
+    assert scratch_bytes(model) == 2 * 64 * 128 * 4  # gate and up, in float32
+    hf_paged.get_engine(model).release_memory()
+    assert scratch_bytes(model) == 0 and not groups_of(model)
+    assert_native_parity(model, **INPUTS, **OPTIONS)
+    assert scratch_bytes(model) > 0
+    hf_paged.disable(model)
+
+
+@pytest.mark.parametrize("free", [0, 1 << 30])
+def test_copies_are_made_where_memory_allows_them(free, monkeypatch):
+    monkeypatch.setattr(dequantizing, "free_memory", lambda device: free)
+    model = quantize(tiny_model(**SHAPE))
+    hf_paged.enable(model, strict=True)
+    assert_native_parity(model, **INPUTS, **OPTIONS)
+    assert bool(groups_of(model)) == (not free)
+
+
+def test_layers_follow_what_a_trainer_writes():
+    """Bytes and scales in place and anew, a weight that was quantized anew, a new bias."""
+    model = quantize(biased(tiny_model(**SHAPE)))
+    hf_paged.enable(model, strict=True, dequantize=False)
+    results = [assert_native_parity(model, **INPUTS, **OPTIONS)]
+    mlp, attention = model.model.layers[0].mlp, model.model.layers[1].self_attn
+
+    def check():
+        results.append(assert_native_parity(model, stock_copy(model).generate(**INPUTS, **OPTIONS),
+                                            **INPUTS, **OPTIONS))
+        assert not torch.equal(*results[-2:])
+
+    mlp.up_proj.weight.data.copy_(mlp.up_proj.weight.data.flip(0))
+    check()
+    mlp.gate_proj.weight.quant_state.absmax.data.mul_(-3)
+    check()
+    state = mlp.up_proj.weight.quant_state
+    state.absmax = -2 * state.absmax
+    check()
+    mlp.down_proj.quantize(torch.randn(mlp.down_proj.weight.quant_state.shape), nested=True)
+    check()
+    attention.q_proj.bias = nn.Parameter(-9 * attention.q_proj.bias.detach())
+    check()
+
+
+@pytest.mark.parametrize("change", [
+    lambda layer: layer.register_forward_hook(lambda *args: None),
+    lambda layer: setattr(layer, "compute_dtype", torch.bfloat16),
+    lambda layer: setattr(layer.weight.quant_state, "blocksize", 16),
+    lambda layer: setattr(layer, "bias", nn.Parameter(torch.zeros(layer.out_features))),
+    lambda layer: setattr(layer.weight.quant_state, "absmax", layer.weight.quant_state.absmax.double()),
+    lambda layer: setattr(layer.weight, "quant_state", QuantState(
+        layer.weight.quant_state.absmax[::2].clone(), layer.weight.quant_state.code, 64, shape=torch.Size((32, 64)),
+        dtype=torch.float32, quant_type="nf4")),
+], ids=["hook", "compute dtype", "small blocks", "one bias", "double scales", "other blocks"])
+def test_a_group_with_a_layer_of_another_kind_runs_as_it_stands(change):
+    model = quantize(tiny_model(**SHAPE))
+    change(model.model.layers[0].self_attn.k_proj)
+    groups = find_executor(model)(model, dequantize=False)
+    groups._read_linears()
+    assert "0.qkv" not in groups._plan_weights().packed
+    assert "1.qkv" in groups._plan_weights().packed and "0.o_proj" in groups._plan_weights().packed
+
+
+def test_a_hook_that_comes_later_runs_its_layer(forwards):
+    model = quantize(tiny_model(**SHAPE))
+    hf_paged.enable(model, dequantize=False)
+    model.generate(**INPUTS, **OPTIONS)
+    assert not forwards
+    layer = model.model.layers[1].mlp.down_proj
+    layer.forward = layer.forward
+    model.generate(**INPUTS, **OPTIONS)
+    assert layer in forwards
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_qlora(autocast, forwards, monkeypatch):
+    """Adapters switched, disabled, and by row; no 4-bit layer and none of PEFT's runs."""
+    dtype = torch.bfloat16 if autocast else torch.float32
+    model = qlora(monkeypatch, dtype)
+    hf_paged.enable(model, strict=True, dequantize=False)
+    results = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for name in ("default", "second"):
+            model.set_adapter(name)
+            expected = stock_copy(model).generate(**INPUTS, **OPTIONS)
+            forwards.clear()
+            results.append(model.generate(**INPUTS, **OPTIONS))
+            assert not forwards and (autocast or torch.equal(results[-1], expected))
+        with model.disable_adapter():
+            results.append(model.generate(**INPUTS, **OPTIONS))
+    assert not any(torch.equal(one, two) for one, two in pairwise(results))
+    assert len(executor_of(model)._linears.adapters._layers) == 7 * len(executor_of(model)._layers())
+    assert isinstance(executor_of(model)._layer_parts[0].qkv.weight, Packed4BitGroup)
+
+
+def test_under_autocast_layers_of_another_kind_leave_all_to_modules(forwards, monkeypatch):
+    model = qlora(monkeypatch, torch.bfloat16)
+    layer = model.get_base_model().model.layers[0].mlp.down_proj.base_layer
+    layer.weight.quant_state.blocksize = 16
+    hf_paged.enable(model, dequantize=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(**INPUTS, **OPTIONS)
+    assert len(set(forwards)) == 7 * len(executor_of(model)._layers()) and scratch_bytes(model) == 0
+
+
+def test_what_check_says(monkeypatch):
+    def said(free=1 << 30, **options):
+        monkeypatch.setattr(dequantizing, "free_memory", lambda device: free)
+        return find_executor(model)(model, **options).describe_4bit(torch.device("cpu"))
+
+    model = quantize(tiny_model(**SHAPE))
+    assert said() == "by copies of 0.00 GiB in torch.float32"
+    assert said(dequantize=False) == "by kernels that read their bytes: dequantize=False"
+    assert said(0) == "by kernels that read their bytes: copies of 0.00 GiB exceed half of the 0.00 GiB free"
