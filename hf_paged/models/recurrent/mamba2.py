@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_paged.device.cuda import compute_capability
 from hf_paged.kernels.recurrent.grouped_rms_norm import grouped_rms_norm
 from hf_paged.kernels.recurrent.mamba2 import Mamba2Weights, mamba2, takes_sizes
 from hf_paged.kernels.recurrent.packed_convolution import packed_convolution
@@ -26,8 +27,9 @@ _LAYERS = {(f"transformers.models.{package}.modeling_{package}", name) for packa
     ("nemotron_h", "NemotronHMamba2Mixer"), ("zamba2", "Zamba2MambaMixer"),
 )}
 
-# Of a head and its states, as published, with which the kernel of packed prompts was tried on a GPU.
-_TRIED_SIZES = {(64, 64), (64, 128)}
+# Of a head and its states, as published, with which the kernel of packed prompts was tried on Hopper GPUs; compiled for
+# others it spills registers by the kilobyte.
+_TRIED_SIZES, _TRIED_CAPABILITY = {(64, 64), (64, 128)}, (9, 0)
 
 
 def handles(module: nn.Module) -> bool:
@@ -63,12 +65,13 @@ def prompts(layer: Any, hidden_states: torch.Tensor, cache: StateView, **_: Any)
 
 
 def packs(layer: Any, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `prompts` computes this layer of which `misfit` finds none; on a GPU, with sizes of published
-    models alone."""
+    """Return whether `prompts` computes this layer of which `misfit` finds none; on Hopper GPUs alone, with sizes of
+    published models."""
     norm, sizes = layer.norm, (layer.head_dim, layer.ssm_state_size)
+    is_tried = device.type != "cuda" or (sizes in _TRIED_SIZES and compute_capability(device) == _TRIED_CAPABILITY)
     is_of_file = type(norm).__module__ == type(layer).__module__ and type(norm).__name__.endswith("RMSNormGated")
     is_known = is_of_file and not [*unlike_layers((norm,), {"norm": norm.weight}, {}, dtype)]
-    return is_known and (device.type != "cuda" or sizes in _TRIED_SIZES) and fits(layer.ssm_state_size, device)
+    return is_tried and is_known and fits(layer.ssm_state_size, device)
 
 
 def token_bytes(layer: Any, dtype: torch.dtype) -> int:

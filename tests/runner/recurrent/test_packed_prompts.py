@@ -162,10 +162,15 @@ def test_heads_that_do_not_fit_in_shared_memory_do_not_pack(dtype, packs, monkey
 
 def test_heads_of_mamba2_that_were_not_tried_on_a_gpu_do_not_pack(monkeypatch):
     monkeypatch.setattr(mamba2, "fits", lambda *args: True)
+    monkeypatch.setattr(mamba2, "compute_capability", lambda device: (9, 0))
     layer, cuda = recurrent_model("Mamba2").backbone.layers[0].mixer, torch.device("cuda")
     assert mamba2.packs(layer, torch.float32, torch.device("cpu")) and not mamba2.packs(layer, torch.float32, cuda)
     for layer.head_dim, layer.ssm_state_size in ((64, 64), (64, 128)):
         assert mamba2.packs(layer, torch.float32, cuda)
+    for capability in ((8, 0), (10, 0), None):
+        monkeypatch.setattr(mamba2, "compute_capability", lambda device, capability=capability: capability)
+        assert not mamba2.packs(layer, torch.float32, cuda)
+    monkeypatch.setattr(mamba2, "compute_capability", lambda device: (9, 0))
     layer.norm.register_forward_hook(lambda *args: None)
     assert not mamba2.packs(layer, torch.float32, cuda)
 
