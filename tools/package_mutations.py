@@ -893,7 +893,7 @@ LORA, LORA_TESTS = "models/lora.py", "models/test_lora.py"
 LORA_KERNEL_TESTS = "kernels/lora/test_lora_kernels.py"
 
 LINEAR_4BIT, LINEAR_4BIT_TESTS = "kernels/layer/linear_4bit.py", "kernels/layer/test_linear_4bit.py"
-PACKED_LAYERS_TESTS = "models/test_packed_layers.py"
+PACKED_LAYER_TESTS = "models/test_packed_layers.py"
 
 LORA_LAYERS = [
     PackageMutation(LORA, "if len({layer.rounds_delta for layer in found.values()}) <= 1:", "if True:",
@@ -906,14 +906,14 @@ LORA_LAYERS = [
                     "if not is_known", "models/test_dequantized_layers.py", "computes_otherwise"),
     PackageMutation("models/packed/dequantizing.py", "size <= _COPIED_SHARE * free_memory", "size <= free_memory",
                     "models/test_dequantized_layers.py", "half_of_the_free"),
-    PackageMutation("models/packed/dequantizing.py", "if whole and has_4bit(rest):", "if False:", PACKED_LAYERS_TESTS,
-                    "another_kind_leave_all"),
+    PackageMutation("models/packed/dequantizing.py", "if whole and has_4bit(rest):", "if False:",
+                    PACKED_LAYER_TESTS, "another_kind_leave_all"),
     PackageMutation("models/linears.py", "before if before is not None and group.is_same(before) else group",
-                    "before or group", PACKED_LAYERS_TESTS, "trainer_writes"),
+                    "before or group", PACKED_LAYER_TESTS, "trainer_writes"),
     PackageMutation(LINEAR_4BIT, "tl.where(split == 0, bias, 0.0)", "bias", LINEAR_4BIT_TESTS, "parts_add_up"),
     PackageMutation(LINEAR_4BIT, "ends[first] > most_rows", "ends[first] >= most_rows", LINEAR_4BIT_TESTS, "pieces"),
-    PackageMutation(LINEAR_4BIT, "n // 8 % 2 * (8 * WARPS) + n // 16 % WARPS * 8", "n // 8 % (2 * WARPS) * 8",
-                    LINEAR_4BIT_TESTS, "each_value"),
+    PackageMutation(LINEAR_4BIT, "tl.join((words >> 4) & 15, (words >> 20) & 15)",
+                    "tl.join((words >> 20) & 15, (words >> 4) & 15)", LINEAR_4BIT_TESTS, "each_value"),
     PackageMutation("models/one_launch.py", "linear.weight if view.weight is None else view.weight", "linear.weight",
                     "models/test_one_launch.py", "copies"),
     PackageMutation(LORA, "if not any(candidates) or is_patched():", "if not any(candidates):", LORA_TESTS,

@@ -72,15 +72,15 @@ def dequantized_reference(source: Packed4Bit) -> torch.Tensor:
     return (source.code[numbers] * scales.repeat_interleave(source.block_size)[: len(numbers)]).view(source.shape)
 
 
-def why_not_packed(source: Packed4Bit) -> str | None:
-    """Return what of a weight is not as `Packed4Bit` says, or None."""
+def packed_error(source: Packed4Bit) -> str:
+    """Return what of a weight is not as `Packed4Bit` says; "" if all is."""
     scales, nested, tensors = -(-source.numel() // source.block_size), source.nested, source._tensors()
     dtypes, sizes = [t.dtype for t in tensors], [t.numel() for t in tensors]
     wanted = [torch.uint8, torch.float32, torch.uint8 if nested else torch.float32, *[torch.float32] * 3]
     expected = [source.numel() // 2, 16, scales, 256, -(-scales // (nested.block_size if nested else 1)), 1]
     even = source.numel() % 32 == 0 and source.block_size % 2 == 0 and all(t.is_contiguous() for t in tensors)
     if dtypes == wanted[: len(dtypes)] and sizes == expected[: len(sizes)] and even:
-        return None
+        return ""
     return (f"bytes, code, scales of {dtypes} and sizes {sizes} for blocks of {source.block_size} of "
             f"{list(source.shape)}: expected {wanted[: len(dtypes)]} and {expected[: len(sizes)]}")
 
@@ -92,8 +92,8 @@ def check_packed(sources: Sequence[Packed4Bit], targets: Sequence[torch.Tensor])
         if source.shape != target.shape or target.dtype not in _DTYPES or not fits:
             raise ValueError(f"source {list(source.shape)}, target {target.dtype} {list(target.shape)} with strides "
                              f"{target.stride()}: expected equal shapes, and contiguous fp32, fp16 or bf16")
-        if (reason := why_not_packed(source)) is not None:
-            raise ValueError(reason)
+        if error := packed_error(source):
+            raise ValueError(error)
 
 
 def packed_signature(sources: Sequence[Packed4Bit]) -> list[Any]:

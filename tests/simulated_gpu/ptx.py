@@ -53,14 +53,11 @@ def parse(text: str) -> Program:
     """Read the one kernel of a module."""
     body = text[text.index(".entry"):]
     lines = body[body.index("{", body.index(")")) + 1:].splitlines()
-    program, depth = Program([], {}), 0  # of blocks of inline assembly, which write their registers before they read
+    program = Program([], {})
     for line in lines:
         line = line.split("//")[0].strip()
-        if line in ("{", "}"):
-            depth += 1 if line == "{" else -1
-            if depth < 0:
-                break
-            continue
+        if line.startswith("}"):
+            break
         if found := _LABEL.match(line):
             program.labels[found[1]], line = len(program.instructions), found[2]
         if not line.startswith("."):

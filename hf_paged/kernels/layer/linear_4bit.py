@@ -29,7 +29,7 @@ from hf_paged.kernels._triton import (
     tl,
     triton,
 )
-from hf_paged.kernels.dequantize_4bit import Packed4Bit, dequantized_reference, packed_signature, why_not_packed
+from hf_paged.kernels.dequantize_4bit import Packed4Bit, dequantized_reference, packed_error, packed_signature
 from hf_paged.kernels.layer._splitk_linear import DotConfig, joined_dot_parts
 from hf_paged.kernels.layer.silu_mul import silu_mul
 
@@ -41,7 +41,7 @@ _PIECE = DotConfig(64, 128, 1, 4, 1)  # tiles of dequantising
 
 
 class Packed4BitGroup(NamedTuple):
-    """Weights [n_i, K] of one input, side by side, that :func:`why_not` accepts.
+    """Weights [n_i, K] of one input, side by side, that :func:`fit` accepts.
 
     Attributes:
         weights: at most 3.
@@ -80,20 +80,15 @@ class Packed4BitGroup(NamedTuple):
                 "NESTED_BLOCK": first.nested.block_size if first.nested else 0}
 
 
-def why_not(weights: tuple[Packed4Bit, ...]) -> str | None:
-    """Return why the kernels do not take weights side by side, or None if they do."""
-    first = weights[0]
-    size, width = first.block_size, first.shape[1]
-    if len(weights) > _MOST_WEIGHTS:
-        return f"{len(weights)} weights, expected at most {_MOST_WEIGHTS}"
-    if size < 32 or size & (size - 1) or width % size:
-        return f"blocks of {size} in rows of {width}, expected whole ones of a power of 2 from 32 on"
+def fit(weights: Sequence[Packed4Bit]) -> bool:
+    """Return whether the kernels take weights side by side: few, with rows of whole blocks of a power of 2 of values
+    from 32 on, alike in all, and bytes that lie at multiples of 16."""
+    size, width = weights[0].block_size, weights[0].shape[1]
     kinds = {(w.shape[1], w.block_size, None if w.nested is None else w.nested.block_size) for w in weights}
-    if len(kinds) > 1:
-        return "weights whose blocks are not alike"
-    if any(w.data.data_ptr() % 16 for w in weights):
-        return "bytes that do not lie at multiples of 16"
-    return next(filter(None, map(why_not_packed, weights)), None)
+    are_blocks_whole = size >= 32 and size & (size - 1) == 0 and width % size == 0
+    are_alike = len(weights) <= _MOST_WEIGHTS and len(kinds) == 1
+    return are_blocks_whole and are_alike and all(
+        w.data.data_ptr() % 16 == 0 and not packed_error(w) for w in weights)
 
 
 @lru_cache(maxsize=64)
@@ -162,130 +157,48 @@ def _place_of(weights, tile, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @jit()
-def _shift(weights, member, NESTED_BLOCK: tl.constexpr, COUNT: tl.constexpr):
-    return tl.load(_pick(weights, member, 5, COUNT)) if NESTED_BLOCK else 0.0
-
-
-def _table_text() -> str:
-    """PTX that makes of a scale ($8) and 16 levels ($9 on) the 16 values, rounded, as bytes: of values 4 i to 4 i + 3
-    the low ones in register 2 i, the high ones in the next."""
-    lines = ["{", ".reg .f32 a, b;", ".reg .b32 p, q;"]
-    for i in range(0, 16, 4):
-        for at, pair in ((i, "p"), (i + 2, "q")):
-            lines += [f"mul.rn.f32 a, $8, ${9 + at}; mul.rn.f32 b, $8, ${10 + at}; cvt.rn.DTYPEx2.f32 {pair}, b, a;"]
-        lines += [f"prmt.b32 ${i // 2}, p, q, 0x6420; prmt.b32 ${i // 2 + 1}, p, q, 0x7531;"]
-    return "\n".join([*lines, "}"])
-
-
-def _values_text() -> str:
-    """PTX that looks up the eight numbers of a word ($8) in a table ($9 on): values 0 to 7, of 16 bits each.
-
-    A half of the word selects four bytes of the table's first half and of its second; a number's highest bit decides.
-    """
-    lines = ["{", ".reg .b32 s, u, m, a, b, l, h;", "shl.b32 u, $4, 4; and.b32 s, $4, 0x77777777;"]
-    for half, signs in enumerate(("0x9d8c", "0xbfae")):
-        lines += [f"prmt.b32 m, $4, u, {signs};", *(["shr.u32 s, s, 16;"] if half else [])]
-        for byte, name in enumerate("lh"):
-            low, high = (f"${5 + byte + 2 * i}, ${7 + byte + 2 * i}" for i in (0, 2))
-            lines += [f"prmt.b32 a, {low}, s; prmt.b32 b, {high}, s; lop3.b32 {name}, m, b, a, 0xca;"]
-        lines += [f"prmt.b32 ${2 * half}, l, h, 0x4051; prmt.b32 ${2 * half + 1}, l, h, 0x6273;"]
-    return "\n".join([*lines, "}"])
-
-
-def _constant(text: str) -> Any:
-    return text if tl is None else tl.constexpr(text)
-
-
-_BF16_TABLE, _FP16_TABLE = (_constant(_table_text().replace("DTYPE", dtype)) for dtype in ("bf16", "f16"))
-_VALUES = _constant(_values_text())
+def _levels_and_shift(weights, member, NESTED_BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    levels = tl.load(_pick(weights, member, 1, COUNT) + tl.arange(0, 16))
+    shift = 0.0
+    if NESTED_BLOCK:
+        shift = tl.load(_pick(weights, member, 5, COUNT))
+    return levels, shift
 
 
 @jit()
-def _looked_up(words, scale, code, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return the eight values of each word, first to last: of a byte the high half is the first. `scale` has as many
-    dimensions."""
-    if INTERPRETED:
-        return (
-            (tl.load(code + ((words >> 4) & 15)) * scale).to(dtype), (tl.load(code + (words & 15)) * scale).to(dtype),
-            (tl.load(code + ((words >> 12) & 15)) * scale).to(dtype),
-            (tl.load(code + ((words >> 8) & 15)) * scale).to(dtype),
-            (tl.load(code + ((words >> 20) & 15)) * scale).to(dtype),
-            (tl.load(code + ((words >> 16) & 15)) * scale).to(dtype),
-            (tl.load(code + ((words >> 28) & 15)) * scale).to(dtype),
-            (tl.load(code + ((words >> 24) & 15)) * scale).to(dtype))
-    asm: tl.constexpr = _BF16_TABLE if dtype == tl.bfloat16 else _FP16_TABLE
-    t = tl.inline_asm_elementwise(
-        asm, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
-        [scale, tl.load(code), tl.load(code + 1), tl.load(code + 2), tl.load(code + 3), tl.load(code + 4),
-         tl.load(code + 5), tl.load(code + 6), tl.load(code + 7), tl.load(code + 8), tl.load(code + 9),
-         tl.load(code + 10), tl.load(code + 11), tl.load(code + 12), tl.load(code + 13), tl.load(code + 14),
-         tl.load(code + 15)], (tl.int32,) * 8, is_pure=True, pack=1)
-    p = tl.inline_asm_elementwise(
-        _VALUES, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-        [words, t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7]], (tl.int32,) * 4, is_pure=True, pack=1)
-    return (p[0].to(tl.int16).to(dtype, bitcast=True), (p[0] >> 16).to(tl.int16).to(dtype, bitcast=True),
-            p[1].to(tl.int16).to(dtype, bitcast=True), (p[1] >> 16).to(tl.int16).to(dtype, bitcast=True),
-            p[2].to(tl.int16).to(dtype, bitcast=True), (p[2] >> 16).to(tl.int16).to(dtype, bitcast=True),
-            p[3].to(tl.int16).to(dtype, bitcast=True), (p[3] >> 16).to(tl.int16).to(dtype, bitcast=True))
-
-
-# A thread of tensor cores holds, of the two rows that it has of sixteen, in turn two of eight columns. Tiles are put in
-# another order, which an instruction does not see, so that a thread's bytes lie side by side in memory.
-
-
-@jit()
-def _column(BLOCK_K: tl.constexpr):
-    """Return, of the columns of `_weight_tile`, where they lie in the tile of the weight."""
-    k = tl.arange(0, BLOCK_K)
-    return tl.max_contiguous(tl.multiple_of((k // 2 % 4) * (BLOCK_K // 4) + k // 8 * 2 + k % 2, 2), 2)
-
-
-@jit()
-def _row(BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
-    """Return, of the rows of `_weight_tile`, where they lie in the tile of the weight."""
-    n = tl.arange(0, BLOCK_N)
-    return n // (16 * WARPS) * (16 * WARPS) + n // 8 % 2 * (8 * WARPS) + n // 16 % WARPS * 8 + n % 8
-
-
-@jit()
-def _weight_tile(weights, member, shift, n_begin, start, k_end, K, dtype: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+def _weight_tile(weights, member, levels, shift, row, start, k_end, K, dtype: tl.constexpr, NESTED_BLOCK: tl.constexpr,
                  OF_SCALE: tl.constexpr, COUNT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                 EVEN_K: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return values [BLOCK_N, BLOCK_K] of a weight, of rows n_begin + `_row` and columns start + `_column`, each
-    rounded to dtype."""
-    PART: tl.constexpr = BLOCK_K // 4
-    OF: tl.constexpr = OF_SCALE if OF_SCALE < PART else PART  # values with one scale
-    SCALES: tl.constexpr = PART // OF
+                 EVEN_K: tl.constexpr):
+    """Return values [BLOCK_N, BLOCK_K] of a weight from column `start` on, each rounded to dtype."""
+    OF: tl.constexpr = OF_SCALE if OF_SCALE < BLOCK_K else BLOCK_K  # values with one scale
+    SCALES: tl.constexpr = BLOCK_K // OF
+    block = tl.arange(0, SCALES)
     data = tl.multiple_of(_pick(weights, member, 0, COUNT), 16).to(tl.pointer_type(tl.int32))
-    code, scales = _pick(weights, member, 1, COUNT), _pick(weights, member, 2, COUNT)
-    n = n_begin + tl.arange(0, BLOCK_N)
-    row = tl.where(n < _pick(weights, member, 7, COUNT), n, 0).to(tl.int64)
-    word = tl.arange(0, BLOCK_K // 8)  # of eight values
-    word_at = (row * tl.multiple_of(K // 8, 4) + tl.multiple_of(start // 8, 4))[:, None] + word[None, :]
-    words = tl.load(data + word_at, mask=((start + word * 8 < k_end) | EVEN_K)[None, :], other=0)
-    words = tl.reshape(words, [BLOCK_N, 4, SCALES, OF // 8])
-    first = start + tl.arange(0, 4)[:, None] * PART + tl.arange(0, SCALES)[None, :] * OF  # column of each scale
-    inside = ((first < k_end) | EVEN_K)[None, :, :]
-    at = row[:, None, None] * (K // OF_SCALE) + (first // OF_SCALE)[None, :, :]
+    scales = _pick(weights, member, 2, COUNT)
+    at = (row * (K // OF_SCALE) + start // OF_SCALE)[:, None] + block[None, :]
+    word = (block * (OF // 8))[:, None] + tl.arange(0, OF // 8)[None, :]  # of eight values
+    word_at = data + (row * (K // 8) + start // 8)[:, None, None] + word[None, :, :]
+    inside = ((start + block * OF < k_end) | EVEN_K)[None, :]
+    words = tl.load(word_at, mask=inside[:, :, None], other=0)
     if NESTED_BLOCK:
         number = tl.load(scales + at, mask=inside, other=0).to(tl.int32)
         outer = tl.load(_pick(weights, member, 4, COUNT) + at // NESTED_BLOCK, mask=inside, other=0.0)
         scale = tl.load(_pick(weights, member, 3, COUNT) + number) * outer + shift
     else:
         scale = tl.load(scales + at, mask=inside, other=0.0)
-    v = _looked_up(words, scale[:, :, :, None], code, dtype, INTERPRETED)
-    # Each join adds an inner dimension: of a pair the place, of pairs the high bit of the number, and the low one.
-    even = tl.join(tl.join(v[0], v[1]), tl.join(v[4], v[5]))
-    pairs = tl.join(even, tl.join(tl.join(v[2], v[3]), tl.join(v[6], v[7])))
-    pairs = tl.reshape(pairs, [BLOCK_N // (16 * WARPS), 2, WARPS, 8, 4, PART // 8, 2, 2, 2])
-    return tl.reshape(tl.permute(pairs, (0, 2, 1, 3, 5, 7, 8, 4, 6)), [BLOCK_N, BLOCK_K])
+    # Of a word's bytes, first to last, the high half is the first value. Each join adds an inner dimension.
+    high = tl.join(tl.join((words >> 4) & 15, (words >> 20) & 15), tl.join((words >> 12) & 15, (words >> 28) & 15))
+    low = tl.join(tl.join(words & 15, (words >> 16) & 15), tl.join((words >> 8) & 15, (words >> 24) & 15))
+    numbers = tl.reshape(tl.join(high, low), [BLOCK_N * BLOCK_K])
+    values = tl.reshape(tl.gather(levels, numbers, 0), [BLOCK_N, SCALES, OF]) * scale[:, :, None]
+    return tl.reshape(values, [BLOCK_N, BLOCK_K]).to(dtype)
 
 
 @jit(varying_ints=("num_rows",))
 def _linear_4bit_kernel(
     x, weights, out, num_rows, total, K, k_per_split, x_stride, COUNT: tl.constexpr, NESTED_BLOCK: tl.constexpr,
     OF_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, WARPS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr,
+    EVEN_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):
     """out [num_rows, total], or of more splits float32 [splits, num_rows, total].
 
@@ -301,16 +214,17 @@ def _linear_4bit_kernel(
         begin = data + (n_begin.to(tl.int64) * K + k_begin) // 2
         prefetch_rows(begin, tl.minimum(size - n_begin, BLOCK_N), (k_end - k_begin) // 2, K // 2)
     after_previous_kernel(PDL)
-    shift = _shift(weights, member, NESTED_BLOCK, COUNT)
-    n, row, k = n_begin + _row(BLOCK_N, WARPS), tl.arange(0, ROWS), _column(BLOCK_K)
+    levels, shift = _levels_and_shift(weights, member, NESTED_BLOCK, COUNT)
+    n, row, k = n_begin + tl.arange(0, BLOCK_N), tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     n_inside, row_inside = n < size, row < num_rows
+    weight_row = tl.where(n_inside, n, 0).to(tl.int64)
     x_at = x + row[None, :] * x_stride + k[:, None]
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for start in range(k_begin, k_end, BLOCK_K):
         x_mask = row_inside[None, :] if EVEN_K else row_inside[None, :] & (start + k < k_end)[:, None]
         x_tile = tl.load(x_at + start, mask=x_mask, other=0.0)
-        weight = _weight_tile(weights, member, shift, n_begin, start, k_end, K, x.dtype.element_ty, NESTED_BLOCK,
-                              OF_SCALE, COUNT, BLOCK_N, BLOCK_K, EVEN_K, WARPS, INTERPRETED)
+        weight = _weight_tile(weights, member, levels, shift, weight_row, start, k_end, K, x.dtype.element_ty,
+                              NESTED_BLOCK, OF_SCALE, COUNT, BLOCK_N, BLOCK_K, EVEN_K)
         acc = tl.dot(weight, x_tile, acc, input_precision="ieee")
     if HAS_BIAS:
         bias = tl.load(_pick(weights, member, 6, COUNT) + n, mask=n_inside, other=0.0).to(tl.float32)
@@ -343,33 +257,33 @@ def linear_4bit_parts_triton(x: torch.Tensor, group: Packed4BitGroup, config: Do
             x, group.arguments(), out, num_rows, sum(sizes), width, per_split, x.stride(0), **group.constants(),
             HAS_BIAS=bool(group.biases), ROWS=max(16, next_power_of_2(num_rows)), BLOCK_N=config.block_n,
             BLOCK_K=config.block_k, EVEN_K=width % config.block_k == 0, PREFETCH=options["PDL"] and few_bytes,
-            WARPS=config.num_warps, INTERPRETED=triton.knobs.runtime.interpret, num_warps=config.num_warps,
-            num_stages=config.num_stages, enable_fp_fusion=False, **options,
+            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False, **options,
         )
     return out
 
 
 def fastest_config(num_rows: int, sizes: tuple[int, ...], width: int, device: torch.device) -> DotConfig:
-    """Return tiles for a product, and parts of K such that there are some four programs for each multiprocessor."""
-    block_n, block_k = 64, 128
-    tiles = sum(cdiv(size, block_n) for size in sizes)
-    splits = max(1, min(8 if num_rows <= 32 else 4, 4 * num_multiprocessors(device) // tiles, width // 512))
-    return DotConfig(block_n, block_k, splits, 4, 4 if num_rows <= 32 else 3)
+    """Return tiles for a product, and parts of K such that there are some four programs for each multiprocessor: the
+    fastest ones on an H100 for the layers of Qwen3-8B."""
+    block_n, block_k = (64, 128) if num_rows <= 32 else (128, 64)
+    tiles, programs = sum(cdiv(size, block_n) for size in sizes), 4 * num_multiprocessors(device)
+    splits = cdiv(programs, tiles) if num_rows <= 32 else programs // tiles
+    return DotConfig(block_n, block_k, max(1, min(8, splits, width // 512)), 4, 3)
 
 
 @jit()
 def _dequantize_kernel(weights, out, first_tile, first_row, K, COUNT: tl.constexpr, NESTED_BLOCK: tl.constexpr,
                        OF_SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-                       WARPS: tl.constexpr, PDL: tl.constexpr, INTERPRETED: tl.constexpr):
+                       PDL: tl.constexpr):
     """out [rows, K]: rows of the weights from the first of a tile on."""
     after_previous_kernel(PDL)
     member, n_begin, first = _place_of(weights, first_tile + tl.program_id(1), COUNT, BLOCK_N)
-    shift = _shift(weights, member, NESTED_BLOCK, COUNT)
+    levels, shift = _levels_and_shift(weights, member, NESTED_BLOCK, COUNT)
     start = tl.program_id(0) * BLOCK_K
-    n, k = n_begin + _row(BLOCK_N, WARPS), start + _column(BLOCK_K)
+    n, k = n_begin + tl.arange(0, BLOCK_N), start + tl.arange(0, BLOCK_K)
     n_inside = n < _pick(weights, member, 7, COUNT)
-    tile = _weight_tile(weights, member, shift, n_begin, start, K, K, out.dtype.element_ty, NESTED_BLOCK, OF_SCALE,
-                        COUNT, BLOCK_N, BLOCK_K, EVEN_K, WARPS, INTERPRETED)
+    tile = _weight_tile(weights, member, levels, shift, tl.where(n_inside, n, 0).to(tl.int64), start, K, K,
+                        out.dtype.element_ty, NESTED_BLOCK, OF_SCALE, COUNT, BLOCK_N, BLOCK_K, EVEN_K)
     at = (first + n - first_row).to(tl.int64)[:, None] * K + k[None, :]
     tl.store(out + at, tile, mask=n_inside[:, None] & ((k < K) | EVEN_K)[None, :])
 
@@ -384,13 +298,12 @@ def dequantized_linear(x: torch.Tensor, group: Packed4BitGroup) -> torch.Tensor:
         with on_device_of(x):
             _dequantize_kernel[(cdiv(width, _PIECE.block_k), tiles)](
                 group.arguments(), weight, first_tile, begin, width, **group.constants(), BLOCK_N=_PIECE.block_n,
-                BLOCK_K=_PIECE.block_k, EVEN_K=width % _PIECE.block_k == 0, WARPS=_PIECE.num_warps,
-                num_warps=_PIECE.num_warps, INTERPRETED=triton.knobs.runtime.interpret, enable_fp_fusion=False,
-                **pdl_options(x))
+                BLOCK_K=_PIECE.block_k, EVEN_K=width % _PIECE.block_k == 0, num_warps=_PIECE.num_warps,
+                enable_fp_fusion=False, **pdl_options(x))
         if bias is None:
             torch.mm(x, weight.t(), out=out[:, begin:end])
-        else:
-            torch.addmm(bias[begin:end], x, weight.t(), out=out[:, begin:end])
+        else:  # torch's addmm into columns rounds otherwise
+            out[:, begin:end] = F.linear(x, weight, bias[begin:end])
     return out
 
 

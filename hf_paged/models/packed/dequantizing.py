@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_paged.device.cuda import free_memory
-from hf_paged.kernels.layer.linear_4bit import Packed4BitGroup, runs_on, scratch_size, why_not
+from hf_paged.kernels.layer.linear_4bit import Packed4BitGroup, fit, runs_on, scratch_size
 from hf_paged.models.copied_weights import Groups, copied_bytes, has_4bit, packed_weight
 
 logger = logging.getLogger(__name__)
@@ -120,4 +120,4 @@ def packed_group(linears: tuple[Any, ...], dtype: torch.dtype, scratch: torch.Te
     whole = len(weights) == len(linears) and len(biases) in (0, len(linears))
     if not whole or any(bias.dtype != dtype or not bias.is_contiguous() for bias in biases):
         return None
-    return None if why_not(tuple(weights)) else Packed4BitGroup(tuple(weights), tuple(biases), scratch)
+    return Packed4BitGroup(tuple(weights), tuple(biases), scratch) if fit(weights) else None

@@ -16,13 +16,13 @@ from hf_paged.kernels.layer.linear_4bit import (
     Packed4BitGroup,
     dequantized_linear,
     fastest_config,
+    fit,
     linear_4bit,
     linear_4bit_parts,
     linear_4bit_parts_triton,
     linear_4bit_silu_mul,
     linear_4bit_triton,
     scratch_size,
-    why_not,
 )
 from hf_paged.kernels.layer.silu_mul import silu_mul
 
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.usefixtures("guarded_outputs"),
 ]
-# The interpreter truncates to bfloat16; compiled for float32 there are no kernels.
+# The interpreter truncates to bfloat16.
 DTYPES = [torch.float16, torch.bfloat16 if SIMULATED else torch.float32]
 # What simulates a GPU has products of one group of warps.
 CONFIGS = [DotConfig(64, 128, 1, 4, 2), DotConfig(128, 128, 3, 4 if SIMULATED else 8, 2), DotConfig(32, 32, 2, 2, 1)]
@@ -67,14 +67,14 @@ def inputs(rows, width, dtype, device="cpu"):
     return wide.to(device, dtype)[:, 8:-16]
 
 
-def assert_rounded_once(found, x, weights):
+def assert_rounded_once(found, x, weights, ulps=0.5):
     """Half an ulp from the exact sum over the values in x's dtype, and as much as float32 sums may be off."""
     dense = torch.cat([dequantized_reference(weight).to(x.dtype).double() for weight in weights.weights])
     bias = torch.cat(weights.biases).double() if weights.biases else 0
     exact, terms = x.double() @ dense.T + bias, x.double().abs() @ dense.abs().T + abs(bias)
     info = torch.finfo(x.dtype)
     assert found.dtype == x.dtype and found.shape == exact.shape
-    slack = 0.5 * info.eps * exact.abs() + 4e-6 * terms + info.smallest_normal
+    slack = ulps * info.eps * exact.abs() + 4e-6 * terms + info.smallest_normal
     assert ((found.double() - exact).abs() <= slack).all()
 
 
@@ -146,23 +146,22 @@ def test_on_a_cpu_it_is_the_reference(biased):
     assert torch.equal(linear_4bit_silu_mul(x, same), silu_mul(linear_4bit(x, same)))
 
 
-def test_what_the_kernels_do_not_take():
-    assert why_not((packed(4, 128),)) is None
-    assert "at most 3" in why_not((packed(4, 128),) * 4)
-    assert "blocks of 16" in why_not((packed(4, 64, 16),))
-    assert "blocks of 64 in rows of 96" in why_not((packed(4, 96),))
-    assert "not alike" in why_not((packed(4, 128), packed(4, 128, 32)))
-    assert "not alike" in why_not((packed(4, 128), packed(4, 128, nested=8)))
+def test_what_the_kernels_take():
     one = packed(4, 128)
-    shifted = torch.zeros(len(one.data) + 1, dtype=torch.uint8)[1:]
-    assert "multiples of 16" in why_not((one._replace(data=shifted),))
-    assert "expected" in why_not((one._replace(absmax=one.absmax.double()),))
+    assert fit([one]) and fit([one, packed(8, 128), one])
+    assert not fit([one] * 4)
+    assert not fit([packed(4, 64, 16)])
+    assert not fit([packed(4, 96)])
+    assert not fit([one, packed(4, 128, 32)])
+    assert not fit([one, packed(4, 128, nested=8)])
+    assert not fit([one._replace(data=torch.zeros(len(one.data) + 1, dtype=torch.uint8)[1:])])
+    assert not fit([one._replace(absmax=one.absmax.double())])
 
 
 def test_configurations_split_few_tiles(monkeypatch):
     monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
     assert fastest_config(1, (4096,), 4096, torch.device("cuda")).split_k > 1
-    assert fastest_config(1, (12288, 12288), 4096, torch.device("cuda")).split_k == 1
+    assert fastest_config(1, (30_000, 30_000), 4096, torch.device("cuda")).split_k == 1
     assert fastest_config(1, (64,), 192, torch.device("cuda")).split_k == 1
 
 
@@ -176,7 +175,7 @@ def test_on_a_gpu(dtype, biased, form):
         for rows in (1, 3, 8, 16, 33, MAX_ROWS, MAX_ROWS + 1, 300):
             x = inputs(rows, form[0], dtype, "cuda")
             found = linear_4bit(x, weights)
-            assert_rounded_once(found, x, weights)
+            assert_rounded_once(found, x, weights, 0.5 if rows <= MAX_ROWS else 1.5)  # torch's may join parts
             assert torch.equal(found, linear_4bit(x, weights))
 
 
