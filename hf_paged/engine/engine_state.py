@@ -317,6 +317,7 @@ class EngineState:
             max_num_batched_tokens=self._config.max_num_batched_tokens, max_model_len=self.pool.max_model_len,
             enable_prefix_caching=self._config.enable_prefix_caching, group_prefixes=self._config.group_prefixes,
             num_snapshots=runner.num_snapshots, whole_prompts=runner.whole_prompts,
+            least_chunk=runner.least_chunk,
         )
         core = weakref.proxy(self)  # weak: this object holds the scheduler
         return Scheduler(config, on_shortage=self.pool.grow, on_few_slots=runner.grow_slots,

@@ -113,6 +113,7 @@ class ModelExecutor(ABC):
     calls_modules = True  # whether all modules run as they stand, on packed tokens
     has_states = False  # whether layers keep a recurrent state of each sequence (`models/recurrent`)
     whole_prompts = False  # whether layers take no state into a further chunk of a prompt
+    least_chunk = 1  # tokens of a prompt's forward behind a state; of fewer, layers may compute something else
     packs_prompts = False  # whether several prompts with states may lie one behind the other in one forward
     inner_decoder: str | None = None  # path of the decoder below `body` that takes vectors, of image-text models
     has_experts = True  # whether forwards may look up an implementation of experts

@@ -100,8 +100,9 @@ class Computed(NamedTuple):
 class ModelRunner:
     """Owner of what is on the device: the KV pool, the state of the running requests, the captured steps."""
 
-    num_snapshots: int | None = None  # `SchedulerConfig.num_snapshots` and `SchedulerConfig.whole_prompts`
+    num_snapshots: int | None = None  # these three are fields of `SchedulerConfig`
     whole_prompts = False
+    least_chunk = 1
 
     def __init__(self, executor: ModelExecutor, spec: KVSpec, *, block_size: int, num_blocks: int, max_num_seqs: int,
                  max_model_len: int, max_num_batched_tokens: int, attention_backend: str,

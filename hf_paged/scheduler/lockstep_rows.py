@@ -94,7 +94,8 @@ class LockstepRows:
         Raises:
             OutOfBlocksError: If blocks are missing and cannot be freed.
         """
-        plan = PrefillRows(self._scheduler.config.max_num_batched_tokens)
+        config = self._scheduler.config
+        plan = PrefillRows(config.most_chunk, config.least_chunk)
         for row, seq in enumerate(self.sequences):
             # Blocks alone do not say which states are behind them.
             hits, num_hit = ([], 0) if self.have_states else self._manager.get_computed_blocks(seq)
@@ -110,8 +111,8 @@ class LockstepRows:
                 if plan.sequences and least - start > plan.room:
                     yield self._plan_of(plan)
                     self._promised = []
-                    plan = PrefillRows(self._scheduler.config.max_num_batched_tokens)
-                end = max(least, seq.chunk_end(start, min(len(tokens), start + plan.room)))
+                    plan = PrefillRows(config.most_chunk, config.least_chunk)
+                end = max(least, plan.chunk_end(seq, start, len(tokens)))
                 plan.add(seq, start, end, max(start, seq.num_published * self._size), end == len(tokens))
                 # Before the step, so that the next prompt hits what this plan computes.
                 plan.published += self._manager.publish(seq, tokens, end)

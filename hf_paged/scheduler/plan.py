@@ -35,6 +35,7 @@ class SchedulerConfig:
         group_prefixes: If False, plans have neither `groups` nor `prompt_groups`.
         num_snapshots: Of recurrent states, without which no cached block is read; None for a model without states.
         whole_prompts: Prompts are not cut into chunks; one that exceeds a step's budget is the only one in its step.
+        least_chunk: Tokens that a chunk behind a prompt's first has at least: 1 or 2.
 
     Raises:
         ValueError: If max_model_len is below 2.
@@ -49,10 +50,16 @@ class SchedulerConfig:
     group_prefixes: bool = True
     num_snapshots: int | None = None
     whole_prompts: bool = False
+    least_chunk: int = 1
 
     def __post_init__(self) -> None:
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len is {self.max_model_len}; at least 2 (a prompt token, an output token)")
+
+    @property
+    def most_chunk(self) -> int:
+        """Tokens of a prompt that a step without decode rows has room for."""
+        return max(self.max_num_batched_tokens, 2 * self.least_chunk - 1)
 
 
 class BlockUpdates(NamedTuple):
@@ -151,17 +158,30 @@ class RowColumns(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillRows:
-    """Prefill rows of a plan under construction."""
+    """Prefill rows of a plan under construction; a prompt may be cut anywhere but less than `least_chunk` tokens from
+    its ends."""
 
-    room: int  # tokens left in the step's budget
+    room: int  # tokens left in the step's budget; too few to cut a prompt count as none
+    least_chunk: int = 1
     sequences: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     published: list[KVBlock] = field(default_factory=list)
     _rows: list[tuple[int, int, int, int, bool]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._use_room(self.room)
+
+    def _use_room(self, room: int) -> None:
+        self.room = 0 if room < 2 * self.least_chunk - 1 else room
+
+    def chunk_end(self, seq: Sequence, start: int, end: int) -> int:
+        """Return where the chunk of a sequence's next tokens `start` to `end` - 1 ends in this plan."""
+        found = seq.chunk_end(start, min(end, start + self.room))
+        return seq.chunk_end(start, end - self.least_chunk) if 0 < end - found < self.least_chunk else found
+
     def add(self, seq: Sequence, start: int, end: int, write_from: int, samples: bool) -> None:
         """Add one row: positions `start` to `end - 1` of a sequence."""
-        self.room = max(0, self.room - (end - start))
+        self._use_room(self.room - (end - start))
         self.sequences.append(seq)
         self._rows.append((seq.slot, end - start, start, write_from, samples))
 

@@ -56,7 +56,7 @@ class Scheduler:
         self.snapshots: SnapshotCache | None = None  # of recurrent states
         if config.num_snapshots is not None and config.enable_prefix_caching:
             self.snapshots = SnapshotCache(config.num_snapshots, self.kv_cache_manager.block_pool, config.block_size,
-                                           whole_prompts=config.whole_prompts)
+                                           whole_prompts=config.whole_prompts, least_chunk=config.least_chunk)
         self.num_preemptions = 0  # for lack of blocks
         self._table = RunningTable(config.max_num_seqs)
         self._waiting = WaitingQueue()
@@ -273,7 +273,8 @@ class Scheduler:
             guesses, extension = self._fitting(drafts, slots, start)
             updates = BlockUpdates(*map(np.concatenate, zip(updates, extension, strict=True)))
 
-        prefills = PrefillRows(self.config.max_num_batched_tokens - len(slots) - sum(map(len, guesses)))
+        room = self.config.max_num_batched_tokens - len(slots) - sum(map(len, guesses))
+        prefills = PrefillRows(room if len(slots) else self.config.most_chunk, self.config.least_chunk)
         if self._partial is not None and prefills.room:
             self._add_chunk(self._partial, prefills)
         if not short:
@@ -341,8 +342,7 @@ class Scheduler:
     def _add_chunk(self, seq: Sequence, prefills: PrefillRows) -> None:
         table, slot = self._table, seq.slot
         start, target = int(table.scheduled[slot]), int(table.target[slot])
-        count = target - start if self.config.whole_prompts else min(target - start, prefills.room)
-        end = seq.chunk_end(start, start + count)
+        end = target if self.config.whole_prompts else prefills.chunk_end(seq, start, target)
         write_from = max(start, seq.num_published * self.config.block_size)
         table.scheduled[slot] = end
         prefills.published += self.kv_cache_manager.publish(seq, table.tokens[slot], end)

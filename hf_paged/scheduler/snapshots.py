@@ -8,6 +8,7 @@ behind any token: it has the states there, and the keys and values behind the la
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -63,17 +64,21 @@ class StateMoves(NamedTuple):
 class SnapshotCache:
     """Snapshots by their tokens; the one used longest ago makes way. A plan that loads one keeps it alive.
 
-    States are saved in front of a prompt's last token, so that the same prompt computes that token alone; where the
-    cached blocks of a prompt end without a snapshot, for a third prompt that begins alike; and at a sequence's end.
+    States are saved in front of a prompt's last token (its last `least_chunk` tokens), so that the same prompt computes
+    that token alone; where the cached blocks of a prompt end without a snapshot, for a third prompt that begins alike;
+    and at a sequence's end.
 
     Args:
         capacity: Maximum of snapshots.
         pool: Blocks that the snapshots stand behind.
         whole_prompts: States can be followed by one token only: a snapshot counts for a prompt that has one more.
+        least_chunk: Tokens that a prompt computes at once behind a snapshot, at least.
     """
 
-    def __init__(self, capacity: int, pool: BlockPool, block_size: int, *, whole_prompts: bool = False) -> None:
+    def __init__(self, capacity: int, pool: BlockPool, block_size: int, *, whole_prompts: bool = False,
+                 least_chunk: int = 1) -> None:
         self.capacity, self._pool, self._size, self._whole_prompts = capacity, pool, block_size, whole_prompts
+        self._least = least_chunk
         self._kept: OrderedDict[Snapshot, None] = OrderedDict()  # the first is dropped next
         self._at: dict[int, dict[_Tail, Snapshot]] = {}  # by prefix_id and tail
         self._cuts: dict[int, list[int]] = {}  # positions at which the prompt in a slot is saved
@@ -84,8 +89,8 @@ class SnapshotCache:
 
     def find(self, seq: Sequence, hits: Seq[KVBlock]) -> Snapshot | None:
         """Return the furthest snapshot behind some of these blocks that a waiting sequence can go on from."""
-        last = seq.num_tokens - 1
-        if not seq.read_cache:
+        last = seq.num_tokens - self._least
+        if not seq.read_cache or last < 0:
             return None
         for count in range(min(len(hits), last // self._size), -1, -1):
             kept = self._at.get(hits[count - 1].prefix_id if count else ROOT_PREFIX_ID)
@@ -108,16 +113,26 @@ class SnapshotCache:
             has_own = start > shared  # else another sequence's block has the tokens behind the last full block
             self._moves.loads[slot] = StateMove(slot, seq.block_table[start // self._size] if has_own else
                                                 NULL_BLOCK_ID, snapshot)
-        cuts = {seq.num_tokens - 1} if self._whole_prompts else {shared, seq.num_tokens - 1}
+        last = seq.num_tokens - self._least
+        cuts = self._apart({last} if self._whole_prompts else {shared, last}, start, seq.num_tokens)
         # A forward ends at each cut, so no token in front of it may see a later one.
-        self._cuts[slot] = sorted(cut for cut in cuts if start < cut < seq.num_tokens
-                                  and seq.chunk_end(start, cut) == cut)
+        self._cuts[slot] = [cut for cut in cuts if cut < seq.num_tokens and seq.chunk_end(start, cut) == cut]
 
     def save_chunk(self, seq: Sequence, tokens: np.ndarray, start: int, end: int) -> None:
         """Plan the saves of a prompt's chunk, whose full blocks are published. ``tokens``: int32, those up to `end`."""
-        cuts = [cut for cut in self._cuts[seq.slot] if start < cut <= end]
+        cuts = self._apart(self._cuts[seq.slot], start, end)
         if moves := [move for cut in cuts if (move := self._save(seq, tokens, cut)) is not None]:
             self._moves.saves[seq.slot] = moves
+
+    def _apart(self, cuts: Iterable[int], start: int, end: int) -> list[int]:
+        """Return the cuts, in order, that a chunk from `start` to `end` can have, its end among them."""
+        found: list[int] = []
+        for cut in sorted(cuts):
+            before = found[-1] if found else start
+            if start < cut <= end and (not before or cut - before >= self._least) and (
+                    cut == end or end - cut >= self._least):
+                found.append(cut)
+        return found
 
     def save_end(self, seq: Sequence, tokens: np.ndarray, position: int) -> None:
         """Plan to save, before the next step, the states of a sequence that ends, behind `position` tokens."""

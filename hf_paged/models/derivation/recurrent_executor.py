@@ -27,6 +27,7 @@ from hf_paged.parallel.replica import replica_of
 
 HERE = "It runs in stock. On one CPU or GPU, causal LMs that are proved run natively."
 _KERNELS = (delta_net, mamba2)  # files that have a kernel for layers of some classes
+_NO_LIMITS = (0.0, float("inf"))
 _USUAL_LENGTH = 1 << 15  # of a model without positions
 
 
@@ -73,6 +74,12 @@ class RecurrentExecutor(DerivedExecutor):
     @property
     def whole_prompts(self) -> bool:  # type: ignore[override]
         return self.outline.whole_prompts
+
+    @property
+    def least_chunk(self) -> int:  # type: ignore[override]
+        # Mamba-2 clamps the steps of prompts, and not those of single tokens behind a state.
+        limits = (vars(module).get("time_step_limit", _NO_LIMITS) for module in self.decoder.modules())
+        return 1 if all(tuple(pair) == _NO_LIMITS for pair in limits) else 2
 
     def kv_spec(self) -> KVSpec:
         return super().kv_spec()._replace(states=self._states())

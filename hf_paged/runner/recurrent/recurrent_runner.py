@@ -34,6 +34,7 @@ class RecurrentRunner(ModelRunner):
         super().__init__(*args, max_num_seqs=max_num_seqs, **options)
         self.cache.states = StatePool(self.spec, max_num_seqs)
         self.num_snapshots, self.whole_prompts = num_snapshots, self.executor.whole_prompts
+        self.least_chunk = self.executor.least_chunk
 
     def grow_slots(self, num_slots: int) -> int:
         with suppress(torch.OutOfMemoryError):
