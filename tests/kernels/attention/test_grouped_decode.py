@@ -12,6 +12,7 @@ from hf_paged.attention import plan_decode as planning
 from hf_paged.attention.choose_groups import Kernel, choose_groups
 from hf_paged.attention.plan_decode import plan_groups
 from hf_paged.attention.registry import BACKENDS
+from hf_paged.kernels.attention import grouped
 from hf_paged.kernels.attention.grouped import _grouped_kernel, grouped_config, paged_attention_grouped
 from hf_paged.kernels.attention.types import AttentionSpec, GroupedConfig, GroupedWork
 from hf_paged.scheduler.prefix_tree import PrefixGroups
@@ -124,6 +125,7 @@ def short_pieces(monkeypatch):
         monkeypatch.setattr(planning, name, 16)
     monkeypatch.setattr(planning, "TILE_COST", 1.0)
     monkeypatch.setattr(planning, "MIN_SAVED_SHARE", 0.0)
+    monkeypatch.setattr(grouped, "_JOINED_PIECES", 4)
 
 
 def check_short_pieces(case, groups):
