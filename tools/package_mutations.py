@@ -454,6 +454,10 @@ JOINED = [
 
 # Prompts with images.
 IMAGE_PROMPTS = [
+    PackageMutation(f"{IMAGES}/fed_prompt.py", ", behind=[1] * len(given))", ")", FED_PROMPT_TESTS,
+                    "behind_the_prompt"),
+    PackageMutation(f"{IMAGES}/fed_prompt.py", "_keys.setdefault((first, end)", "_keys.setdefault((0, end)",
+                    FED_PROMPT_TESTS, "keys_are_equal"),
     PackageMutation(f"{IMAGES}/fed_prompt.py", "last = self._end_of_seen(first, end)", "last = end", FED_PROMPT_TESTS,
                     "see_later_ones"),
     PackageMutation(f"{IMAGES}/fed_contents.py",
@@ -854,11 +858,10 @@ PREFIXES = [
                     "several_tiles"),
     PackageMutation(PLANNER, "window is None or longest <= window", "True",
                     "runner/test_attention_inputs.py", "windows"),
-    PackageMutation(GROUPED, "        top = tl.maximum(sink, -3.0e38)\n        total += 1.0\n",
-                    "        top = tl.maximum(sink, -3.0e38)\n", GROUPED_TESTS, "several_tiles"),
-    PackageMutation(GROUPED, "        acc = acc * rescale[:, None] + tl.sum(values *", "        acc += tl.sum(values *",
-                    GROUPED_TESTS, "short_pieces"),
-    PackageMutation(GROUPED, "tl.where((tops > float(\"-inf\"))[:, :, None], values, 0.0)", "values", GROUPED_TESTS,
+    PackageMutation(GROUPED, "1.4426950408889634, -3.0e38)\n        total += 1.0\n",
+                    "1.4426950408889634, -3.0e38)\n", GROUPED_TESTS, "several_tiles"),
+    PackageMutation(GROUPED, "        acc *= rescale\n", "", GROUPED_TESTS, "short_pieces"),
+    PackageMutation(GROUPED, "tl.where(tops[i] > float(\"-inf\"), values[i], 0.0)", "values[i]", GROUPED_TESTS,
                     "short_pieces"),
     PackageMutation(GROUPED, "    if pieces == 1:\n        return\n", "", GROUPED_TESTS, "random_trees"),
     PackageMutation("kernels/attention/_tile.py", "position - position % window", "position - window + 1",

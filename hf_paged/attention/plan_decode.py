@@ -25,7 +25,7 @@ JOINING = 420
 # that a row of one KV head reads. Products take longer, but three programs a multiprocessor hide that, and L2 has the
 # keys of the group.
 TILE_COST = 0.5
-# Splits of long groups are an eighth of the group, of at least so many positions: eight pieces are joined at a time.
+# Splits of long groups are an eighth of the group, of at least so many positions.
 MIN_LONG_SPLIT = 256
 # A step is grouped if it saves this part of the positions that are still read: all but one row read shared positions
 # from L2 anyway, at twice the rate, and this kernel reads somewhat slower than the kernel for single rows.

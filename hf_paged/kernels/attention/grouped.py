@@ -72,6 +72,8 @@ _ROW_PART, _ROW_PIECES, _MEMBER, _MEMBER_PART, _MEMBER_LENGTH, _ROW_FIELDS = col
 MIN_PROMPT_SPLIT = 128
 # A group's split has all its rows' partial results to write: shorter ones cost more in that than they gain.
 MIN_GROUP_SPLIT = 128
+# Pieces that are joined at a time. A row of most steps has no more: eight of its group, and its own.
+_JOINED_PIECES = 16
 # By bytes of one head's key (padded). Measured on an H200 for 256 bytes; larger tiles for larger
 # groups were no faster, since three programs a multiprocessor hide more than they save.
 _G = GroupedConfig
@@ -240,10 +242,13 @@ def _grouped_kernel(
 
 
 @jit(varying_pointers=("table",))
-def _join_kernel(out, partial_acc, partial_sums, table, sinks, S: tl.constexpr, PIECES: tl.constexpr,
-                 PDL: tl.constexpr):
-    """A row's pieces in order, `PIECES` at a time, for the query heads of one KV head."""
-    HEADS: tl.constexpr = S.kv_heads * S.group
+def _join_kernel(out, partial_acc, partial_sums, table, sinks, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+                 VALUE_PAD: tl.constexpr, HAS_SINKS: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr):
+    """A row's pieces in order, for one query head.
+
+    `PIECES` are loaded before they are used, and what weighs a piece is a number that each thread has: no tensor
+    changes its layout, which would go through shared memory.
+    """
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     part = tl.load(table + row * _ROW_FIELDS + _ROW_PART).to(tl.int64)
@@ -252,39 +257,42 @@ def _join_kernel(out, partial_acc, partial_sums, table, sinks, S: tl.constexpr, 
     after_previous_kernel(PDL)
     if pieces == 1:
         return
-    group = tl.arange(0, S.group_pad)
-    lane = tl.arange(0, S.value_pad)
-    query_head = head * S.group + group
-    live = group < S.group
-    acc = tl.zeros([S.group_pad, S.value_pad], tl.float32)
-    top = tl.full([S.group_pad], float("-inf"), tl.float32)
-    total = tl.zeros([S.group_pad], tl.float32)
-    if S.has_sinks:
+    lane = tl.arange(0, VALUE_PAD)
+    acc = tl.zeros([VALUE_PAD], tl.float32)
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    if HAS_SINKS:
         # A score without a value, of weight 1 at its own height, in base 2 by log2(e).
-        sink = tl.load(sinks + query_head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(sink, -3.0e38)
+        top = tl.maximum(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634, -3.0e38)
         total += 1.0
     for start in range(0, pieces, PIECES):
-        piece = start + tl.arange(0, PIECES)
-        place = (part + piece)[:, None] * HEADS + query_head[None, :]
-        inside = (piece < pieces)[:, None] & live[None, :]
-        tops = tl.load(partial_sums + place * 2, mask=inside, other=float("-inf"))
-        totals = tl.load(partial_sums + place * 2 + 1, mask=inside, other=0.0)
-        values = tl.load(
-            partial_acc + place[:, :, None] * S.value_dim + lane[None, None, :],
-            mask=inside[:, :, None] & (lane < S.value_dim)[None, None, :], other=0.0,
-        )
-        new_top = tl.maximum(top, tl.max(tops, 0))
+        values, tops, totals = (), (), ()
+        for i in tl.static_range(PIECES):
+            is_piece = start + i < pieces
+            place = (part + start + i) * HEADS + head
+            inside = lane < tl.where(is_piece, VALUE_DIM, 0)
+            sums = partial_sums + ((part + tl.minimum(start + i, pieces - 1)) * HEADS + head) * 2
+            # mypy would have the tuples stay empty.
+            value = tl.load(partial_acc + place * VALUE_DIM + lane, mask=inside, other=0.0)
+            values += (value,)  # type: ignore[assignment]
+            tops += (tl.where(is_piece, tl.load(sums), float("-inf")),)  # type: ignore[assignment]
+            totals += (tl.load(sums + 1),)  # type: ignore[assignment]
+        new_top = top
+        for i in tl.static_range(PIECES):
+            new_top = tl.maximum(new_top, tops[i])
         # A row that has seen nothing yet: every weight is 0.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(tops - shift[None, :])
         rescale = tl.exp2(top - shift)
-        total = total * rescale + tl.sum(totals * weight, 0)
-        # What a piece out of sight did not write may be NaN.
-        values = tl.where((tops > float("-inf"))[:, :, None], values, 0.0)
-        acc = acc * rescale[:, None] + tl.sum(values * weight[:, :, None], 0)
+        acc *= rescale
+        total *= rescale
+        for i in tl.static_range(PIECES):
+            weight = tl.exp2(tops[i] - shift)
+            total += totals[i] * weight
+            # What a piece out of sight did not write may be NaN.
+            acc += tl.where(tops[i] > float("-inf"), values[i], 0.0) * weight
         top = new_top
-    store_result(out, acc, total, row, query_head, live, S)
+    result = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + (row * HEADS + head) * VALUE_DIM + lane, result.to(out.dtype.element_ty), mask=lane < VALUE_DIM)
 
 
 def _join_parts(out: torch.Tensor, acc: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor,
@@ -295,15 +303,11 @@ def _join_parts(out: torch.Tensor, acc: torch.Tensor, sums: torch.Tensor, rows: 
         acc, sums: ``[num_parts, Hq, Dv]`` and ``[num_parts, Hq, 2]``, float32.
         rows: ``[R, ROW_FIELDS]`` int32, see :class:`~hf_paged.kernels.attention.types.RowEntry`.
     """
+    heads = shape.kv_heads * shape.group
     with on_device_of(out):
-        _join_kernel[(shape.kv_heads, len(out))](
-            out, acc, sums, rows, sinks,
-            # one kernel for all of these
-            S=constants(shape._replace(head_dim=0, head_pad=0, block_size=0, has_window=False, is_chunk=False,
-                                       has_softcap=False)),
-            # 32 elements a thread of two warps.
-            PIECES=min(8, max(1, 2048 // (shape.group_pad * shape.value_pad))),
-            num_warps=2,
+        _join_kernel[(heads, len(out))](
+            out, acc, sums, rows, sinks, HEADS=heads, VALUE_DIM=shape.value_dim, VALUE_PAD=shape.value_pad,
+            HAS_SINKS=shape.has_sinks, PIECES=_JOINED_PIECES, num_warps=max(1, shape.value_pad // 128),
             **pdl_options(out),
         )
 

@@ -184,9 +184,9 @@ class FedPrompt:
         """
         if not self._marks.any_in(first, end):
             return b""
-        if (key := self._keys.get((first, end))) is None:
-            key = self._keys[first, end] = self._key(first, end)
-        return key
+        if (known := self._keys.get((first, end))) is not None:
+            return known
+        return self._keys.setdefault((first, end), self._key(first, end))
 
     @cached_property
     def _keys(self) -> dict[tuple[int, int], bytes]:

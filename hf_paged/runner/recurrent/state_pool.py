@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from weakref import WeakSet
 
@@ -12,7 +13,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.kernels.recurrent.mamba2 import MAX_GROUPS
 from hf_paged.kernels.recurrent.packed_convolution import PackedRows
 from hf_paged.models import KVSpec
-from hf_paged.models.base import StateKey
+from hf_paged.models.base import StateKey, StateShape
 from hf_paged.models.recurrent.view import StateView
 from hf_paged.runner.recurrent.saved_states import SavedStates
 
@@ -91,12 +92,17 @@ class StatePool:
         return lines
 
     def _use(self, lines: torch.Tensor) -> None:
-        first, self._lines = 0, lines
-        self._tensors: dict[StateKey, torch.Tensor] = {}
-        for state in self.spec.states:
-            end = first + state.nbytes // _WORD.itemsize
-            values = lines[:, first:end].view(state.dtype)[:, : math.prod(state.shape)]
-            self._tensors[state.key], first = values.unflatten(1, state.shape), end
+        self._lines, self._tensors = lines, by_key(lines, self.spec.states)
+
+
+def by_key(lines: torch.Tensor, states: Iterable[StateShape]) -> dict[StateKey, torch.Tensor]:
+    """Return the states [N, *shape] that lie side by side in lines [N, words]."""
+    found, first = dict[StateKey, torch.Tensor](), 0
+    for state in states:
+        end = first + state.nbytes // _WORD.itemsize
+        values = lines[:, first:end].view(state.dtype)[:, : math.prod(state.shape)]
+        found[state.key], first = values.unflatten(1, state.shape), end
+    return found
 
 
 def config_for_states(config: PagedConfig, spec: KVSpec, budget: int) -> PagedConfig:

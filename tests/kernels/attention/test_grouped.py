@@ -14,6 +14,7 @@ from hf_paged.attention import plan_decode, plan_prompts
 from hf_paged.attention.choose_groups import Kernel, choose_groups
 from hf_paged.attention.plan_prompts import PromptKernel, Prompts, RowPrograms
 from hf_paged.attention.registry import BACKENDS
+from hf_paged.kernels.attention import grouped
 from hf_paged.kernels.attention.grouped import (
     _grouped_kernel,
     grouped_config,
@@ -31,6 +32,7 @@ CONFIG = GroupedConfig(16, 16, 2, 16, 2, 4, 3)
 def every_group_pays(monkeypatch):
     monkeypatch.setattr(choosing, "PIECE_COST", 0)
     monkeypatch.setattr(plan_decode, "MIN_SAVED_SHARE", 0.0)
+    monkeypatch.setattr(grouped, "_JOINED_PIECES", 4)
     for name, value in (("PIECE_COST", 0.0), ("LAUNCH", 0.0), ("MOST", 9.0), ("MIN_SPLIT", 16)):
         monkeypatch.setattr(plan_prompts, name, value)
     monkeypatch.setattr("hf_paged.kernels.attention.grouped.MIN_PROMPT_SPLIT", 16)

@@ -21,6 +21,7 @@ from hf_paged import PagedGenerator
 from hf_paged.models.derivation import recurrent_executor
 from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
 from hf_paged.runner.recurrent.recurrent_runner import RecurrentRunner
+from hf_paged.runner.recurrent.state_pool import by_key
 from hf_paged.scheduler import Status
 from hf_paged.scheduler.block_pool import ROOT_PREFIX_ID
 
@@ -216,8 +217,8 @@ class RecurrentMachine(RuleBasedStateMachine):
 
     def compare(self, states, tail, num_tail, tokens):
         cache = computed(self.name, self.weights, tuple(tokens))[1]
-        for (layer, kind, index), state in states.items():
-            torch.testing.assert_close(state, getattr(cache.layers[layer], f"{kind}_states")[index][0], **NEAR)
+        for (layer, kind, index), state in by_key(states[None], self.core.runner.spec.states).items():
+            torch.testing.assert_close(state[0], getattr(cache.layers[layer], f"{kind}_states")[index][0], **NEAR)
         if tail:
             layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
             assert len(tail) == 2 * len(layers)
