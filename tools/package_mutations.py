@@ -479,7 +479,7 @@ IMAGE_PROMPTS = [
                     "seq.adapter, seq.cache_key", IMAGES_IN_LOCKSTEP_TESTS, "fed_the_same and smolvlm"),
     PackageMutation("scheduler/lockstep_rows.py", "else seq.chunk_end(start, start + 1)", "else start + 1",
                     "scheduler/test_lockstep_rows.py", "see_each_other"),
-    PackageMutation("scheduler/lockstep_rows.py", "end = max(least, seq.chunk_end(start, ",
+    PackageMutation("scheduler/lockstep_rows.py", "end = max(least, plan.chunk_end(seq, start, ",
                     "end = max(least, max(start, ", "scheduler/test_lockstep_rows.py", "see_each_other"),
     PackageMutation("runner/model_runner.py",
                     "        self.state.axis_offsets.admit(slots, [s.fed for s in sequences])\n", "",
