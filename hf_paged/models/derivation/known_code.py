@@ -151,16 +151,17 @@ def _forwards_of(module: nn.Module) -> Iterator[Any]:
         yield OnView(_with_rotary(forward, name))
 
 
-def _norm(module: Any, form: NormForm, eps: str, x: torch.Tensor) -> torch.Tensor:
-    weight = module.weight
+def _norm(module: Any, form: NormForm, eps: str, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+    weight, (x,) = module.weight, (*args, *named.values())
     fits = x.dtype in _DTYPES and weight.dtype in _DTYPES and (weight.dtype == x.dtype or not form.rounds_first)
-    if not fits or x.stride(-1) != 1:
+    if not fits or weight.shape != x.shape[-1:] or x.stride(-1) != 1:
         result: torch.Tensor = type(module).forward(module, x)
         return result
     return rms_norm(x, weight, getattr(module, eps), form)
 
 
-def _gated(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _gated(self: Any, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+    x, = (*args, *named.values())
     gate, up = self.gate_proj(x), self.up_proj(x)
     fits = gate.dtype == up.dtype and gate.dtype in _DTYPES and gate.shape == up.shape
     if fits and gate.stride(-1) == up.stride(-1) == 1:

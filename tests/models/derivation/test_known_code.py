@@ -119,6 +119,22 @@ def test_another_instruction_is_other_code(line, other, is_same):
     assert is_same_code(llama_with(line, other), known_code._llama_norm) is is_same
 
 
+@pytest.mark.parametrize("change", [
+    lambda norm, x: (norm, x.double()), lambda norm, x: (norm.half(), x), lambda norm, x: (norm, x.mT.contiguous().mT),
+    lambda norm, x: (weighed(norm, torch.randn(3, 8)), x), lambda norm, x: (weighed(norm, torch.randn(1)), x),
+], ids=["float64", "another dtype", "strides", "a weight a head", "one weight"])
+def test_a_norm_computes_itself_what_the_kernel_does_not_take(change, monkeypatch):
+    monkeypatch.setattr(known_code, "rms_norm", None)
+    norm, x = change(LlamaRMSNorm(8), torch.randn(2, 3, 8))
+    forward, = known_code._forwards_of(norm)
+    assert torch.equal(forward(x), norm(x)) and torch.equal(forward(hidden_states=x), norm(x))
+
+
+def weighed(norm, weight):
+    norm.weight = torch.nn.Parameter(weight)
+    return norm
+
+
 def test_other_functions_are_no_code():
     assert not is_same_code(None, known_code._llama_norm) and not is_same_code(print, known_code._llama_norm)
     with_default = FunctionType(known_code._whole_rotary.__code__, {}, "same", (2,))
