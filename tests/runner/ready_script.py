@@ -15,6 +15,8 @@ import peft
 import service
 import torch
 import torch.distributed as dist
+from family_models import family_model
+from outlines import outlined as derived_outlined
 from pretended_gpu import launched, variants
 from recurrent_models import PUBLISHED_HEADS, outlined, recurrent_model
 from service import SAMPLED, Service, nobodys_gpu, one_of_two, qwen3, qwen3_moe
@@ -123,7 +125,12 @@ def rows_beside_prompts(most_rows: str, is_adapted: str = "") -> dict[str, Any]:
 
 
 def moe() -> dict[str, Any]:
-    service, load = Service(qwen3_moe(), num_blocks=6000), workloads.uniform(64, 200, 16)
+    return derived(qwen3_moe())
+
+
+def derived(model: Any) -> dict[str, Any]:
+    """One workload four times, and prompts of any length."""
+    service, load = Service(model, num_blocks=6000), workloads.uniform(64, 200, 16)
     found: dict[str, Any] = {"ready": service.get_ready()}
     names = ("first", "second", "third", "fourth")
     found |= {name: service.serve(name, load.prompts, load.output_lengths) for name in names}
@@ -254,10 +261,13 @@ def alike() -> list[str]:
 
 if __name__ == "__main__":
     cases = {case.__name__: case for case in (
-        plain, options, adapters, states, autocast, guesses, moe, ranks, manifest, rows_beside_prompts, waits)}
+        plain, options, adapters, states, autocast, guesses, moe, derived, ranks, manifest, rows_beside_prompts, waits)}
     name, *given = sys.argv[1:]
     if name == "states":
         given = [with_states(*given)]  # found on the CPU, as everywhere
+    elif name == "derived":
+        given = [derived_outlined(family_model(*given, head_dim=64, max_position_embeddings=service.MOST_LENGTH).to(
+            torch.bfloat16))]
     with nobodys_gpu():
         made = cases[name](*given)
     print(json.dumps({"served": made, "alike": alike(), "all": dict(Counter(variant.name for variant in variants))}))

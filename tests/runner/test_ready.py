@@ -124,6 +124,16 @@ def test_experts_are_ready(tmp_path):
     assert found["first"]["captured"] and found["fourth"]["captured"] == {} and found["fourth"]["uncaptured"] == 0
 
 
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("glm4", marks=pytest.mark.slow)])
+def test_derived_classes_are_ready(family, tmp_path):
+    """Their norms, gated MLPs and RoPE are kernels in decode steps and in prompts of any length."""
+    found = served(tmp_path, "derived", family)
+    ready = found.pop("ready")
+    assert {"_rms_norm_kernel", "_rotary_kernel"} - ({"_rotary_kernel"} if family == "glm4" else set()) <= set(ready)
+    assert not found.pop("prompts of any length")
+    assert not any(one["variants"] or one["dropped"] for one in found.values()) and len(found) == 4
+
+
 @with_idiom
 @pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2", *(
     pytest.param(name, marks=pytest.mark.slow)
