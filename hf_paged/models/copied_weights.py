@@ -126,9 +126,11 @@ class CopiedWeights:
         return [piece.view(self._dtype)[: math.prod(shape)].view(shape)
                 for piece, shape in zip(pieces, self._shapes, strict=True)]
 
-    def fit(self, groups: Groups, dtype: torch.dtype, scratch: int = 0) -> bool:
-        """Return whether these are the copies, and the size of the scratch, that such layers need."""
-        return self._layout == _layout(groups, dtype) and self._scratch_size == scratch
+    def fit(self, groups: Groups, dtype: torch.dtype, scratch: int = 0, device: torch.device | None = None) -> bool:
+        """Return whether these are the copies, and this the scratch, that such layers need (arguments as of a new one).
+        """
+        is_here = not scratch or self._device == (device or torch.device("cpu"))
+        return self._layout == _layout(groups, dtype) and self._scratch_size == scratch and is_here
 
     def refresh(self, groups: Groups, checksum: torch.Tensor | None) -> None:
         """Enqueue renewing the copies from the parameters that the layers have now, if these changed; does not wait.

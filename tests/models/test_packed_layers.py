@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from packed_models import Linear4bit, QuantState, install, qlora, quantize
+from packed_models import Linear4bit, Params4bit, QuantState, install, qlora, quantize
 from support import HostMemory, assert_native_parity, batch, stock_copy, tiny_model
 from torch import nn
 
@@ -138,6 +138,21 @@ def test_a_hook_that_comes_later_runs_its_layer(forwards):
     layer.forward = layer.forward
     model.generate(**INPUTS, **OPTIONS)
     assert layer in forwards
+
+
+def test_the_scratch_follows_the_weights_to_another_device():
+    model = quantize(tiny_model(**SHAPE))
+    executor = find_executor(model)(model, dequantize=False)
+    executor._read_linears()
+    plan = executor._plan_weights()
+    executor._linears.make(plan)
+    assert executor._linears.is_made(plan) and executor._linears.copied.scratch.device.type == "cpu"
+    for linears_of_group in plan.packed.values():
+        for linear in linears_of_group:
+            linear.weight = Params4bit(linear.weight.data.to("meta"), requires_grad=False)
+    assert not executor._linears.is_made(plan)
+    executor._linears.make(plan)
+    assert executor._linears.copied.scratch.device.type == "meta"
 
 
 @pytest.mark.parametrize("autocast", [False, True])

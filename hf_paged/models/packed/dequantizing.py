@@ -33,6 +33,12 @@ class WeightsPlan(NamedTuple):
     scratch: int = 0
 
     @property
+    def device(self) -> torch.device | None:
+        """Where the layers are; None: there are none."""
+        device: torch.device | None = next((of[0].weight.device for of in (self.packed or self.copied).values()), None)
+        return device
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the copies and the scratch."""
         return copied_bytes(self.copied, self.dtype) + self.scratch * self.dtype.itemsize
