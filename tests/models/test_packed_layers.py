@@ -110,6 +110,30 @@ def test_layers_follow_what_a_trainer_writes():
     check()
 
 
+@pytest.mark.parametrize("dequantize", [True, False])
+@pytest.mark.parametrize("change", [lambda state: setattr(state, "absmax", -3 * state.absmax),
+                                    lambda state: state.absmax.mul_(-3)], ids=["anew", "in place"])
+def test_scales_that_a_streamer_writes_count_from_the_next_token_on(change, dequantize):
+    class Streamer:
+        def __init__(self, model):
+            self.model, self.count = model, 0
+
+        def put(self, tokens):
+            self.count += 1
+            for layer in self.model.model.layers if self.count == 4 else ():
+                change(layer.mlp.up_proj.weight.quant_state)
+
+        def end(self):
+            pass
+
+    model, prompt = quantize(tiny_model(**SHAPE)), INPUTS["input_ids"][:1]
+    stock, options = stock_copy(model), {"max_new_tokens": 16, "eos_token_id": None}
+    before, expected = stock.generate(prompt, **options), stock.generate(prompt, streamer=Streamer(stock), **options)
+    hf_paged.enable(model, strict=True, dequantize=dequantize)
+    assert torch.equal(model.generate(prompt, streamer=Streamer(model), **options), expected)
+    assert not torch.equal(before, expected)
+
+
 @pytest.mark.parametrize("change", [
     lambda layer: layer.register_forward_hook(lambda *args: None),
     lambda layer: setattr(layer, "compute_dtype", torch.bfloat16),
