@@ -7,13 +7,15 @@ from itertools import pairwise
 import pytest
 import torch
 from packed_models import Linear4bit, Params4bit, QuantState, install, qlora, quantize
-from support import HostMemory, assert_native_parity, batch, stock_copy, tiny_model
+from support import HostMemory, assert_native_parity, batch, run_out, stock_copy, tiny_model
 from torch import nn
+from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.kernels.layer.linear_4bit import Packed4BitGroup
 from hf_paged.models import find_executor, fused, linears
 from hf_paged.models.packed import dequantizing
+from hf_paged.runner.weights import WeightsGuard
 
 INPUTS = batch([40, 33, 7])
 OPTIONS = {"max_new_tokens": 8}
@@ -177,6 +179,19 @@ def test_the_scratch_follows_the_weights_to_another_device():
     assert not executor._linears.is_made(plan)
     executor._linears.make(plan)
     assert executor._linears.copied.scratch.device.type == "meta"
+
+
+def test_requests_that_arrive_in_between_cost_no_checksum(monkeypatch):
+    """Nothing is copied that it could save renewing."""
+    model = quantize(tiny_model(**SHAPE))
+    engine = hf_paged.get_engine(hf_paged.enable(model, dequantize=False, enable_prefix_caching=False))
+    taken, own = [], WeightsGuard.fresh
+    monkeypatch.setattr(WeightsGuard, "fresh", lambda self: (taken.append(self), own(self))[1])
+    for _ in range(3):
+        engine.add_request([5, 6, 7], GenerationConfig(max_new_tokens=9, eos_token_id=None))
+        engine.step()
+    run_out(engine)
+    assert groups_of(model) and not taken
 
 
 @pytest.mark.parametrize("autocast", [False, True])
