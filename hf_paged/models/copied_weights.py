@@ -203,12 +203,13 @@ def is_4bit(layer: nn.Module) -> bool:
 def packed_weight(layer: Any, dtype: torch.dtype) -> Packed4Bit | None:
     """Return the weight of a 4-bit layer that multiplies inputs of `dtype` in that dtype, else None.
 
-    None, too, if the layer has hooks or patched code, if it has not quantized its weight yet, if a block of one scale
+    None, too, if the layer has hooks or patched code, if it has not quantized its weight yet, if its forward has yet to
+    hand the layer's scales to the weight, where changes of them are seen (as behind FSDP), if a block of one scale
     crosses rows (bitsandbytes 0.50.2 reads other scales then on a CPU), and if the bytes were laid out anew for a CPU.
     """
     if not is_4bit(layer) or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
         return None
-    state = vars(layer.weight).get("quant_state") or vars(layer).get("quant_state")
+    state = vars(layer.weight).get("quant_state")
     if state is None or getattr(state, "packing_format_for_cpu", False) or patched_class((type(layer),)) is not None:
         return None
     # The first input sets the dtype where none is set.

@@ -113,6 +113,33 @@ def test_layers_follow_what_a_trainer_writes():
 
 
 @pytest.mark.parametrize("dequantize", [True, False])
+def test_scales_that_only_the_layer_has_are_followed_behind_its_forward(dequantize, monkeypatch):
+    """As bitsandbytes does it: a weight that lost them (in FSDP) gets them from the layer."""
+    own = Linear4bit.dequantized
+    monkeypatch.setattr(Params4bit, "quant_state", None, raising=False)
+
+    def dequantized(self):
+        if self.weight.quant_state is None:
+            self.weight.quant_state = self.quant_state
+        return own(self)
+
+    monkeypatch.setattr(Linear4bit, "dequantized", dequantized)
+    model = quantize(tiny_model(**SHAPE))
+    up = model.model.layers[0].mlp.up_proj
+    up.quant_state = vars(up.weight).pop("quant_state")
+    hf_paged.enable(model, strict=True, dequantize=dequantize)
+    results = [assert_native_parity(model, **INPUTS, **OPTIONS)]
+    for change in (lambda: setattr(up.quant_state, "absmax", -3 * up.quant_state.absmax),
+                   lambda: up.quant_state.absmax.data.mul_(-2)):
+        change()
+        results.append(assert_native_parity(model, stock_copy(model).generate(**INPUTS, **OPTIONS),
+                                            **INPUTS, **OPTIONS))
+        assert not torch.equal(*results[-2:])
+    runs_at_once = "0.mlp" in (executor_of(model)._linears.copies() if dequantize else groups_of(model))
+    assert runs_at_once
+
+
+@pytest.mark.parametrize("dequantize", [True, False])
 @pytest.mark.parametrize("change", [lambda state: setattr(state, "absmax", -3 * state.absmax),
                                     lambda state: state.absmax.mul_(-3)], ids=["anew", "in place"])
 def test_scales_that_a_streamer_writes_count_from_the_next_token_on(change, dequantize):
