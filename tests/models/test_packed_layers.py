@@ -223,7 +223,7 @@ def test_requests_that_arrive_in_between_cost_no_checksum(monkeypatch):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_qlora(autocast, forwards, monkeypatch):
-    """Adapters switched, disabled, and by row; no 4-bit layer and none of PEFT's runs."""
+    """Adapters switched and disabled; no 4-bit layer and none of PEFT's runs."""
     dtype = torch.bfloat16 if autocast else torch.float32
     model = qlora(monkeypatch, dtype)
     hf_paged.enable(model, strict=True, dequantize=False)
