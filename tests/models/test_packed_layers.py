@@ -87,6 +87,23 @@ def test_copies_are_made_where_memory_allows_them(free, monkeypatch):
     assert bool(groups_of(model)) == (not free)
 
 
+def test_what_was_decided_stays_so_when_calls_with_other_copies_alternate(monkeypatch):
+    """Copies themselves change what is free."""
+    monkeypatch.setattr(dequantizing, "free_memory", lambda device: 1 << 30)
+    model = quantize(tiny_model(**SHAPE).bfloat16(), compute_dtype=torch.bfloat16)
+    model.lm_head = nn.Linear(64, model.config.vocab_size, bias=False)  # in float32: copied under autocast alone
+    executor = find_executor(model)(model)
+
+    def copies(autocast):
+        executor.autocast = autocast
+        return bool(executor._plan_weights().packed), bool(executor._plan_weights().copied)
+
+    assert copies(None) == (False, True)
+    monkeypatch.setattr(dequantizing, "free_memory", lambda device: 0)
+    assert copies(torch.bfloat16) == (True, True)  # the head
+    assert copies(None) == (False, True)
+
+
 def test_layers_follow_what_a_trainer_writes():
     """Bytes and scales in place and anew, a weight that was quantized anew, a new bias."""
     model = quantize(biased(tiny_model(**SHAPE)))
