@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hf_paged.guards.quantized import as_dicts, watched
+from hf_paged.guards.quantized import as_dicts, beside_bytes, watched
 from hf_paged.guards.snapshot import ModelSnapshot, plain_tensors, tensors_inside
 
 _STORAGE, _NBYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
@@ -170,8 +170,9 @@ class ModelWatch:
         structure = self.step_structure(model)
         assert self._modules is not None
         own = self._modules[0].parameters()
+        scales = beside_bytes(own)
         self._of_step = self._numbered(self._of_step, [[structure], list(map(id, own)), *place_columns(own),
-                                                       versions(own)])
+                                                       versions(own), list(map(id, scales)), versions(scales)])
         return self._of_step[1]
 
     def release_modules(self) -> None:

@@ -59,6 +59,18 @@ def watched(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
+def beside_bytes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the scales and code books of bitsandbytes' parameters among tensors, quicker than `watched`."""
+    found: list[Any] = []
+    for tensor in tensors:
+        if type(tensor) not in PLAIN:
+            state = vars(tensor).get("quant_state")
+            while type(state).__module__.startswith(_BITSANDBYTES):
+                found += vars(state).values()
+                state = vars(state).get("state2")
+    return [value for value in found if type(value) is torch.Tensor]
+
+
 def made_of(tensor: torch.Tensor) -> Any:
     """Return a wrapper's settings besides its tensors (shape, group size, rounding of activations), or None."""
     if type(tensor) in PLAIN or not hasattr(type(tensor), "__tensor_flatten__"):

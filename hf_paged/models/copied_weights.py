@@ -126,9 +126,11 @@ class CopiedWeights:
         return [piece.view(self._dtype)[: math.prod(shape)].view(shape)
                 for piece, shape in zip(pieces, self._shapes, strict=True)]
 
-    def fit(self, groups: Groups, dtype: torch.dtype, scratch: int = 0) -> bool:
-        """Return whether these are the copies, and the size of the scratch, that such layers need."""
-        return self._layout == _layout(groups, dtype) and self._scratch_size == scratch
+    def fit(self, groups: Groups, dtype: torch.dtype, scratch: int = 0, device: torch.device | None = None) -> bool:
+        """Return whether these are the copies, and this the scratch, that such layers need (arguments as of a new one).
+        """
+        is_here = not scratch or self._device == (device or torch.device("cpu"))
+        return self._layout == _layout(groups, dtype) and self._scratch_size == scratch and is_here
 
     def refresh(self, groups: Groups, checksum: torch.Tensor | None) -> None:
         """Enqueue renewing the copies from the parameters that the layers have now, if these changed; does not wait.
@@ -201,12 +203,13 @@ def is_4bit(layer: nn.Module) -> bool:
 def packed_weight(layer: Any, dtype: torch.dtype) -> Packed4Bit | None:
     """Return the weight of a 4-bit layer that multiplies inputs of `dtype` in that dtype, else None.
 
-    None, too, if the layer has hooks or patched code, if it has not quantized its weight yet, if a block of one scale
+    None, too, if the layer has hooks or patched code, if it has not quantized its weight yet, if its forward has yet to
+    hand the layer's scales to the weight, where changes of them are seen (as behind FSDP), if a block of one scale
     crosses rows (bitsandbytes 0.50.2 reads other scales then on a CPU), and if the bytes were laid out anew for a CPU.
     """
     if not is_4bit(layer) or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
         return None
-    state = vars(layer.weight).get("quant_state") or vars(layer).get("quant_state")
+    state = vars(layer.weight).get("quant_state")
     if state is None or getattr(state, "packing_format_for_cpu", False) or patched_class((type(layer),)) is not None:
         return None
     # The first input sets the dtype where none is set.

@@ -254,6 +254,8 @@ class FusedExecutor(ModelExecutor):
         if not is_same:
             self._look_up_parts()
             self._parts_for = self._linears_for  # last: after an interrupt all is looked up again
+        if self._linears.copied is not None and not self.has_copies:  # the bytes of 4-bit weights need no `refresh`
+            self._copied_contents = self.watch.step_contents(self.model)
         self._linears.keep_merged_alive()
         if self._one_launch is not None:
             self._one_launch.look_again()
@@ -344,7 +346,7 @@ class FusedExecutor(ModelExecutor):
 
     @property
     def has_copies(self) -> bool:
-        return self._linears.copied is not None and bool(self._linears.copied.tensors())
+        return bool(self._linears.copies())
 
     @property
     def copied_bytes(self) -> int:

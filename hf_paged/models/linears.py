@@ -166,10 +166,10 @@ class DecoderLinears:
         if not plan.copied and not plan.packed:
             self.copied, self._packed = None, {}
             return
-        if self.copied is None or not self.copied.fit(plan.copied, plan.dtype, plan.scratch):
+        made_for = plan.copied, plan.dtype, plan.scratch, plan.device
+        if self.copied is None or not self.copied.fit(*made_for):
             self.copied, self._packed = None, {}  # first: memory may not hold both
-            weight = next(iter((plan.packed or plan.copied).values()))[0].weight
-            self.copied = CopiedWeights(plan.copied, plan.dtype, plan.scratch, weight.device)
+            self.copied = CopiedWeights(*made_for)
         self.copied.restore()
         self._packed = self._packed_of(plan)
 
@@ -177,7 +177,7 @@ class DecoderLinears:
         """Return whether `make` would change nothing."""
         if self.copied is None:
             return not plan.copied and not plan.packed
-        fits = self.copied.is_here and self.copied.fit(plan.copied, plan.dtype, plan.scratch)
+        fits = self.copied.is_here and self.copied.fit(plan.copied, plan.dtype, plan.scratch, plan.device)
         return fits and list(map(id, self._packed_of(plan).values())) == list(map(id, self._packed.values()))
 
     def _packed_of(self, plan: WeightsPlan) -> dict[str, Packed4BitGroup]:

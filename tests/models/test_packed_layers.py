@@ -6,14 +6,16 @@ from itertools import pairwise
 
 import pytest
 import torch
-from packed_models import Linear4bit, QuantState, install, qlora, quantize
-from support import HostMemory, assert_native_parity, batch, stock_copy, tiny_model
+from packed_models import Linear4bit, Params4bit, QuantState, install, qlora, quantize
+from support import HostMemory, assert_native_parity, batch, run_out, stock_copy, tiny_model
 from torch import nn
+from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged.kernels.layer.linear_4bit import Packed4BitGroup
 from hf_paged.models import find_executor, fused, linears
 from hf_paged.models.packed import dequantizing
+from hf_paged.runner.weights import WeightsGuard
 
 INPUTS = batch([40, 33, 7])
 OPTIONS = {"max_new_tokens": 8}
@@ -85,6 +87,23 @@ def test_copies_are_made_where_memory_allows_them(free, monkeypatch):
     assert bool(groups_of(model)) == (not free)
 
 
+def test_what_was_decided_stays_so_when_calls_with_other_copies_alternate(monkeypatch):
+    """Copies themselves change what is free."""
+    monkeypatch.setattr(dequantizing, "free_memory", lambda device: 1 << 30)
+    model = quantize(tiny_model(**SHAPE).bfloat16(), compute_dtype=torch.bfloat16)
+    model.lm_head = nn.Linear(64, model.config.vocab_size, bias=False)  # in float32: copied under autocast alone
+    executor = find_executor(model)(model)
+
+    def copies(autocast):
+        executor.autocast = autocast
+        return bool(executor._plan_weights().packed), bool(executor._plan_weights().copied)
+
+    assert copies(None) == (False, True)
+    monkeypatch.setattr(dequantizing, "free_memory", lambda device: 0)
+    assert copies(torch.bfloat16) == (True, True)  # the head
+    assert copies(None) == (False, True)
+
+
 def test_layers_follow_what_a_trainer_writes():
     """Bytes and scales in place and anew, a weight that was quantized anew, a new bias."""
     model = quantize(biased(tiny_model(**SHAPE)))
@@ -108,6 +127,57 @@ def test_layers_follow_what_a_trainer_writes():
     check()
     attention.q_proj.bias = nn.Parameter(-9 * attention.q_proj.bias.detach())
     check()
+
+
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_scales_that_only_the_layer_has_are_followed_behind_its_forward(dequantize, monkeypatch):
+    """As bitsandbytes does it: a weight that lost them (in FSDP) gets them from the layer."""
+    own = Linear4bit.dequantized
+    monkeypatch.setattr(Params4bit, "quant_state", None, raising=False)
+
+    def dequantized(self):
+        if self.weight.quant_state is None:
+            self.weight.quant_state = self.quant_state
+        return own(self)
+
+    monkeypatch.setattr(Linear4bit, "dequantized", dequantized)
+    model = quantize(tiny_model(**SHAPE))
+    up = model.model.layers[0].mlp.up_proj
+    up.quant_state = vars(up.weight).pop("quant_state")
+    hf_paged.enable(model, strict=True, dequantize=dequantize)
+    results = [assert_native_parity(model, **INPUTS, **OPTIONS)]
+    for change in (lambda: setattr(up.quant_state, "absmax", -3 * up.quant_state.absmax),
+                   lambda: up.quant_state.absmax.data.mul_(-2)):
+        change()
+        results.append(assert_native_parity(model, stock_copy(model).generate(**INPUTS, **OPTIONS),
+                                            **INPUTS, **OPTIONS))
+        assert not torch.equal(*results[-2:])
+    runs_at_once = "0.mlp" in (executor_of(model)._linears.copies() if dequantize else groups_of(model))
+    assert runs_at_once
+
+
+@pytest.mark.parametrize("dequantize", [True, False])
+@pytest.mark.parametrize("change", [lambda state: setattr(state, "absmax", -3 * state.absmax),
+                                    lambda state: state.absmax.mul_(-3)], ids=["anew", "in place"])
+def test_scales_that_a_streamer_writes_count_from_the_next_token_on(change, dequantize):
+    class Streamer:
+        def __init__(self, model):
+            self.model, self.count = model, 0
+
+        def put(self, tokens):
+            self.count += 1
+            for layer in self.model.model.layers if self.count == 4 else ():
+                change(layer.mlp.up_proj.weight.quant_state)
+
+        def end(self):
+            pass
+
+    model, prompt = quantize(tiny_model(**SHAPE)), INPUTS["input_ids"][:1]
+    stock, options = stock_copy(model), {"max_new_tokens": 16, "eos_token_id": None}
+    before, expected = stock.generate(prompt, **options), stock.generate(prompt, streamer=Streamer(stock), **options)
+    hf_paged.enable(model, strict=True, dequantize=dequantize)
+    assert torch.equal(model.generate(prompt, streamer=Streamer(model), **options), expected)
+    assert not torch.equal(before, expected)
 
 
 @pytest.mark.parametrize("change", [
@@ -140,9 +210,37 @@ def test_a_hook_that_comes_later_runs_its_layer(forwards):
     assert layer in forwards
 
 
+def test_the_scratch_follows_the_weights_to_another_device():
+    model = quantize(tiny_model(**SHAPE))
+    executor = find_executor(model)(model, dequantize=False)
+    executor._read_linears()
+    plan = executor._plan_weights()
+    executor._linears.make(plan)
+    assert executor._linears.is_made(plan) and executor._linears.copied.scratch.device.type == "cpu"
+    for linears_of_group in plan.packed.values():
+        for linear in linears_of_group:
+            linear.weight = Params4bit(linear.weight.data.to("meta"), requires_grad=False)
+    assert not executor._linears.is_made(plan)
+    executor._linears.make(plan)
+    assert executor._linears.copied.scratch.device.type == "meta"
+
+
+def test_requests_that_arrive_in_between_cost_no_checksum(monkeypatch):
+    """Nothing is copied that it could save renewing."""
+    model = quantize(tiny_model(**SHAPE))
+    engine = hf_paged.get_engine(hf_paged.enable(model, dequantize=False, enable_prefix_caching=False))
+    taken, own = [], WeightsGuard.fresh
+    monkeypatch.setattr(WeightsGuard, "fresh", lambda self: (taken.append(self), own(self))[1])
+    for _ in range(3):
+        engine.add_request([5, 6, 7], GenerationConfig(max_new_tokens=9, eos_token_id=None))
+        engine.step()
+    run_out(engine)
+    assert groups_of(model) and not taken
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_qlora(autocast, forwards, monkeypatch):
-    """Adapters switched, disabled, and by row; no 4-bit layer and none of PEFT's runs."""
+    """Adapters switched and disabled; no 4-bit layer and none of PEFT's runs."""
     dtype = torch.bfloat16 if autocast else torch.float32
     model = qlora(monkeypatch, dtype)
     hf_paged.enable(model, strict=True, dequantize=False)

@@ -33,6 +33,12 @@ class WeightsPlan(NamedTuple):
     scratch: int = 0
 
     @property
+    def device(self) -> torch.device | None:
+        """Where the layers are; None: there are none."""
+        device: torch.device | None = next((of[0].weight.device for of in (self.packed or self.copied).values()), None)
+        return device
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the copies and the scratch."""
         return copied_bytes(self.copied, self.dtype) + self.scratch * self.dtype.itemsize
@@ -43,7 +49,7 @@ class Dequantizing:
 
     def __init__(self, wants: bool | str) -> None:
         self.wants = wants
-        self._fitting: tuple[int, bool] | None = None  # bytes of copies, and whether they may be made
+        self._fitting: dict[int, bool] = {}  # by bytes of copies, whether they may be made
 
     def plan(self, groups: Groups, dtype: torch.dtype, device: torch.device, *, by_kernels: bool,
              head: str, whole: bool) -> WeightsPlan:
@@ -68,11 +74,11 @@ class Dequantizing:
         if self.wants != "auto":
             return bool(self.wants)
         size = copied_bytes(groups, dtype)
-        if self._fitting is None or self._fitting[0] != size:
-            self._fitting = size, size <= _COPIED_SHARE * free_memory(device)
+        if size not in self._fitting:
+            self._fitting[size] = size <= _COPIED_SHARE * free_memory(device)
             logger.info("hf_paged: copies of 4-bit weights take %.2f GiB and are %s", size / 2**30,
-                        "made" if self._fitting[1] else "not made: memory is short")
-        return self._fitting[1]
+                        "made" if self._fitting[size] else "not made: memory is short")
+        return self._fitting[size]
 
     def without_copies(self, size: int) -> None:
         """Make no copies of so many bytes, for which memory was too short.
@@ -84,7 +90,7 @@ class Dequantizing:
             raise torch.OutOfMemoryError(
                 f"dequantize=True: {size / 2**30:.2f} GiB for copies of the 4-bit weights are not free. Free memory, "
                 "or set dequantize=\"auto\" or False, with which the layers run without copies")
-        self._fitting = size, False
+        self._fitting[size] = False
 
     def describe(self, groups: Groups, dtype: torch.dtype, device: torch.device, *, by_kernels: bool, head: str) -> str:
         """Return how 4-bit layers of groups that can be copied would run without autocast, and why."""
