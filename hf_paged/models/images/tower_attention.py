@@ -11,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial, wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -201,10 +202,11 @@ def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, windows: 
 
 def tower_launches(model: nn.Module, device: torch.device) -> Iterator[Callable[[], object]]:
     """Yield launches of the kernels that towers of a model need, for dry runs."""
-    sizes = {(size, next(module.parameters()).dtype) for _, module in _attending(model)
-             if isinstance(size := getattr(module, "head_dim", None), int)}
+    sizes = {(size, next((parameter.dtype for parameter in chain(module.parameters(), model.parameters())
+                          if parameter.dtype in DTYPES), None))  # a quantized weight has not that of its products
+             for _, module in _attending(model) if isinstance(size := getattr(module, "head_dim", None), int)}
     for dim, dtype in sorted(sizes, key=str):
-        if dtype in DTYPES and dim <= MOST_DIM and device.type in DEVICES:
+        if dtype is not None and dim <= MOST_DIM and device.type in DEVICES:
             for x, windows in launches(dim, dtype, device):
                 yield partial(windowed_attention, x, x, x, windows, 1.0)
 

@@ -300,4 +300,8 @@ def test_launches_ahead_are_those_of_each_head_size(launched):
     for launch in tower_launches(model, torch.device("cpu")):
         launch()
     assert launched == [1, 1]
+    for block in model.model.visual.blocks:  # as bitsandbytes holds four bits
+        block.attn.qkv.weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    assert [launch.args[0].dtype for launch in tower_launches(model, torch.device("cpu"))] == [torch.bfloat16] * 2
+    assert list(tower_launches(model.double(), torch.device("cpu"))) == []
     assert list(tower_launches(seeing_model("llava"), torch.device("cpu"))) == []
