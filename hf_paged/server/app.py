@@ -67,9 +67,9 @@ def build_app(served: ServedModel, answers: OpenAnswers, *, enable_cors: bool = 
         served.close()
 
     app = FastAPI(lifespan=lifespan, title="hf_paged")
-    if enable_cors:
-        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(EndsWithItsClient, answers=answers, max_body_bytes=max_body_bytes)
+    if enable_cors:  # around the other one, whose refusals pages read, too
+        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     _add_error_handlers(app)
 
     @app.post("/v1/chat/completions")

@@ -50,6 +50,7 @@ from hf_paged.server.tools import (
 )
 
 MOST_CHOICES = 128
+MOST_STOPS = 256  # each is looked for behind each token of each choice, by a step that other requests share
 LEAST_LENGTH = 1024  # new tokens of a request that sets no length, if the model's own config has fewer
 _FLOAT32 = (2.0**-149, (2 - 2**-23) * 2.0**127)  # smallest positive and largest finite value
 _MOST = 2**63 - 1
@@ -118,7 +119,8 @@ def _as_list(value: Any) -> Any:
 
 def _stop(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+    if (not isinstance(texts, list) or len(texts) > MOST_STOPS
+            or not all(isinstance(text, str) and text for text in texts)):
         raise ValueError
     return tuple(texts)
 
@@ -314,6 +316,9 @@ class RequestBody(_Filters):
         if unknown := set(vars(config)) - set(vars(GenerationConfig())) - set(vars(of_model)):
             raise RefusedRequestError("generation_config: expected names of a GenerationConfig, not "
                                       f"{min(unknown)!r:.200}")
+        if isinstance(config.stop_strings, list) and len(config.stop_strings) > MOST_STOPS:
+            raise RefusedRequestError(f"generation_config: expected up to {MOST_STOPS} stop_strings, not "
+                                      f"{len(config.stop_strings)}")
         for name, of_config, is_given in (("logit_bias", "sequence_bias", bool(self.bias)),
                                           ("stop", "stop_strings", bool(self.stop_texts))):
             if is_given and getattr(config, of_config) not in (None, getattr(of_model, of_config, None)):
@@ -367,7 +372,7 @@ class CompletionBody(RequestBody, _Guided):
     logit_bias: Annotated[dict[_Digits, Annotated[float, Field(ge=-100, le=100)]], Field(
         default_factory=dict, description="expected an object of token ids in digits with numbers in [-100, 100]")]
     stop: Annotated[tuple[str, ...], PlainValidator(_stop), Field(
-        description="expected a string or a list of strings, none of them empty")] = ()
+        description=f"expected a string or a list of up to {MOST_STOPS} strings, none of them empty")] = ()
     include_stop_str_in_output: Flag = None
     n: Annotated[int | None, Field(
         ge=1, le=MOST_CHOICES, description=f"expected an integer in [1, {MOST_CHOICES}]")] = None

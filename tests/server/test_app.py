@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import threading
@@ -16,7 +17,9 @@ from support import lookup_chat, lookup_facts
 import hf_paged
 from hf_paged.engine.engine import Engine
 from hf_paged.errors import Reason
+from hf_paged.server.app import build_app
 from hf_paged.server.generation import Generation
+from hf_paged.server.lifetime import OpenAnswers
 
 FACTS = lookup_facts(12)
 QUESTIONS = [lookup_chat(FACTS, name) for name in list(FACTS)[:4]]
@@ -191,6 +194,21 @@ def test_a_body_that_is_announced_as_too_long_is_refused_before_it_comes(server)
     assert reply.status == 413 and "--max-body-bytes" in json.loads(reply.read())["error"]["message"]
     connection.close()
     assert server.health() == 200
+
+
+@pytest.mark.parametrize("enable_cors", [True, False])
+def test_pages_of_any_origin_read_a_refusal_too(enable_cors):
+    """A browser keeps an answer without the header from its page."""
+    app = build_app(None, OpenAnswers(), enable_cors=enable_cors, max_body_bytes=9)
+    sent, scope = [], {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": [
+        (b"origin", b"http://page"), (b"content-length", b"10")]}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app(scope, asyncio.Event().wait, send))
+    origins = [value for name, value in sent[0]["headers"] if name == b"access-control-allow-origin"]
+    assert (sent[0]["status"], origins) == (413, [b"*"] * enable_cors)
 
 
 def test_every_endpoint_is_in_the_schema(server):

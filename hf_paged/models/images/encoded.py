@@ -24,6 +24,10 @@ class Encoded(NamedTuple):
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Encoded:
         return Encoded(change(self.rows), tuple(map(change, self.layers)))
 
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(part.isfinite().all()) for part in (self.rows, *self.layers))
+
     def is_close(self, other: Encoded) -> bool:
         """Return whether two are the same but for rounding, as of batches of other sizes."""
         return len(self.layers) == len(other.layers) and all(

@@ -142,9 +142,9 @@ class KnownImages:
                 self._keep(keys, made, items, left, version)
             return output
         ours = self._of_others(method, kind, items, left, known)
-        if ours is not None and kind not in self._proved:
+        if ours is not None and kind not in self._proved and ours.encoded[0].is_finite:  # NaN would prove nothing
             self._proved[kind] = self._is_proved(method, kind, items, ours.encoded[0], len(left))
-        if ours is None or not self._proved[kind]:
+        if ours is None or not self._proved.get(kind):
             return whole()
         self._count(0, len(items) - len(left))
         self._keep(keys, ours, items, left, version)

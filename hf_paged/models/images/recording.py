@@ -71,7 +71,7 @@ def record(model: Any, path: str, body: str, masks: Sequence[AttentionMask], inp
             if deepstack is not None:
                 rows[DEEPSTACK] = _adds(given[MASK], deepstack, *at)
             runs.append(FedRun(first, *contents.find(rows)))
-        own = positions[:, row, start:]
+        own = positions[:, row, start:].copy()  # on a CPU these are the memory of the caller's own
         is_plain = bool((own == np.arange(length)).all())
         if is_plain and not runs and not sights[row]:
             found.append(None)

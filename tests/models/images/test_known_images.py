@@ -86,6 +86,16 @@ def test_the_proof_has_another_number_of_images():
     assert Case().run(A, A, B, C) == [[1, 2, 3], [-1, 1]] and Case().run(A, A, B) == [[1, 2], [-1, 1, -1]]
 
 
+@torch.no_grad()
+def test_an_image_without_finite_rows_proves_nothing():
+    case = Case()
+    for images, num_runs in (((A * torch.nan, A * torch.nan), 2), ((A, A), 2), ((A, B, A), 1)):
+        case.body.ran.clear()
+        made = case.known.view(case.model, "model").model.get_image_features(torch.stack(images)).pooler_output
+        assert torch.equal(made[0].nan_to_num(7), (images[0] * 2)[None].repeat(2, 1).nan_to_num(7))
+        assert len(case.body.ran) == num_runs
+
+
 class Mixing(Body):
     """Its images see each other."""
 

@@ -87,6 +87,17 @@ def test_equal_rows_have_one_prompt():
 
 
 @torch.no_grad()
+def test_positions_are_those_of_the_call_whatever_its_caller_writes_later():
+    """A streamer, for instance: stock reads them before the first token."""
+    counted = COUNTED[None].repeat(3, 1, 1) * 2
+    prompts = made(Model(), counted=counted)
+    expected = [prompt.positions.copy() for prompt in prompts]
+    counted += 17
+    for prompt, own in zip(prompts, expected, strict=True):
+        assert (prompt.positions == own).all()
+
+
+@torch.no_grad()
 def test_a_row_whose_vectors_are_those_of_its_ids_is_text():
     model = Model()
     images = model.model.embed.weight[IMAGE].repeat(4, 1)

@@ -256,6 +256,22 @@ def test_a_class_is_proved(module, num_launched, launched):
     assert len(launched) == num_launched
 
 
+@pytest.mark.parametrize(("first", "starts"), [
+    (torch.ones(10, 32), STARTS), (torch.repeat_interleave(X[:2], torch.tensor([4, 6]), 0), STARTS),
+    (X, torch.arange(11)), (torch.full_like(X, torch.nan), STARTS),
+], ids=["blank", "two-blank", "windows-of-one", "nan"])
+@torch.no_grad()
+def test_what_comes_out_whatever_the_scores_proves_nothing(first, starts, launched):
+    """Neither that a class makes the same, nor that it makes something else."""
+    for has_same, proved in ((False, False), (True, True)):
+        body, attention = Body(Attention(has_same)), TowerAttention()
+        for x, ends in ((first, starts), (X, STARTS)):
+            view = view_of(body, {})
+            made, expected = attention.through(view.encode, view)(x, ends), body.encode(x, ends)
+            assert torch.equal(made.nan_to_num(), expected.nan_to_num())
+        assert [*attention._proved.values()] == [proved]
+
+
 @pytest.mark.parametrize("starts", [[0, 4, 11], [0, 12, 10]])
 @torch.no_grad()
 def test_stocks_own_error_is_raised(starts, launched):
@@ -284,4 +300,8 @@ def test_launches_ahead_are_those_of_each_head_size(launched):
     for launch in tower_launches(model, torch.device("cpu")):
         launch()
     assert launched == [1, 1]
+    for block in model.model.visual.blocks:  # as bitsandbytes holds four bits
+        block.attn.qkv.weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    assert [launch.args[0].dtype for launch in tower_launches(model, torch.device("cpu"))] == [torch.bfloat16] * 2
+    assert list(tower_launches(model.double(), torch.device("cpu"))) == []
     assert list(tower_launches(seeing_model("llava"), torch.device("cpu"))) == []
