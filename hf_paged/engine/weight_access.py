@@ -214,9 +214,10 @@ class WeightAccess(LockedCore):
         with self.weight_update():
             message = self._agreed(checked)
             self._check_alike(message)
+            tuners = list(self.tuners)
             with self._uninterrupted():  # no rank is left with other adapters
                 message.apply(self.model)
-                follow_layers(list(self.tuners), self.model)
+                follow_layers(tuners, self.model)
                 self._commands.tell(message)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
