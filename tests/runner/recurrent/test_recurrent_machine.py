@@ -215,9 +215,13 @@ class RecurrentMachine(RuleBasedStateMachine):
                 self.compare(snapshot.content.states, snapshot.content.tail, len(tail), tokens)
 
     def compare(self, states, tail, num_tail, tokens):
-        cache = computed(self.name, self.weights, tuple(tokens))[1]
-        for (layer, kind, index), state in states.items():
-            torch.testing.assert_close(state, getattr(cache.layers[layer], f"{kind}_states")[index][0], **NEAR)
+        cache, first = computed(self.name, self.weights, tuple(tokens))[1], 0
+        for shape in self.core.runner.spec.states:
+            (layer, kind, index), end = shape.key, first + shape.nbytes // states.itemsize
+            expected = getattr(cache.layers[layer], f"{kind}_states")[index][0]
+            state = states[first:end].view(shape.dtype)[: expected.numel()].view(shape.shape)
+            torch.testing.assert_close(state, expected, **NEAR)
+            first = end
         if tail:
             layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
             assert len(tail) == 2 * len(layers)
