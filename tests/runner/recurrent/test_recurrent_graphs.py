@@ -81,6 +81,20 @@ def test_last_tokens_of_prompts_are_one_graph_where_no_other_row_samples(model, 
     assert [made[name] + rest[name] for name in names] == greedy(model, prompts)
 
 
+@pytest.mark.parametrize("length", [17, 18, 40])
+def test_last_tokens_behind_a_prefix_hit_join_the_graph_of_decode_rows(model, steps, length):
+    """Within a block, too, which has the tokens before that a prompt reads."""
+    again, other = random_prompts([length, 20], seed=4)
+    engine, made = decoding(model, [again, other])
+    name = engine.add_request(again, GREEDY)
+    del steps[:]
+    made[name] = []
+    for output in engine.step():
+        made[output.request_id] += output.new_token_ids
+    assert steps == [("decode", 4)]
+    assert finished(engine, made) == greedy(model, [again, other, again])
+
+
 def test_a_padded_step_changes_the_states_of_its_rows_alone(model, steps):
     """Three rows in a graph of four; NaN in the line of padding rows is read by these alone."""
     engine, made = decoding(model, PROMPTS[:3])
