@@ -52,9 +52,9 @@ class StatePool:
             torch.OutOfMemoryError: If too little memory is free; the slots keep their states.
         """
         if num_slots > self.num_slots:
-            self.version += 1  # before anything moves, since an error may come in between
             grown = self._lines_of(num_slots)
             grown[: self.num_slots] = self._lines[: self.num_slots]
+            self.version += 1  # before anything moves, since an interrupt may come in between
             self._use(grown)
             self._arrivals = self._arrivals.new_zeros(num_slots + 1, MAX_GROUPS)
             self.num_slots = num_slots
@@ -91,12 +91,12 @@ class StatePool:
         return lines
 
     def _use(self, lines: torch.Tensor) -> None:
-        first, self._lines = 0, lines
-        self._tensors: dict[StateKey, torch.Tensor] = {}
+        first, tensors = 0, dict[StateKey, torch.Tensor]()
         for state in self.spec.states:
             end = first + state.nbytes // _WORD.itemsize
             values = lines[:, first:end].view(state.dtype)[:, : math.prod(state.shape)]
-            self._tensors[state.key], first = values.unflatten(1, state.shape), end
+            tensors[state.key], first = values.unflatten(1, state.shape), end
+        self._lines, self._tensors = lines, tensors  # between which no interrupt comes
 
 
 def config_for_states(config: PagedConfig, spec: KVSpec, budget: int) -> PagedConfig:
