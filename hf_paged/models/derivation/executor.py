@@ -190,6 +190,7 @@ class DerivedExecutor(ModelExecutor):
     def drop_references(self) -> None:
         super().drop_references()
         self._experts.drop_references()
+        self._known_code.drop_references()
 
     def why_not_experts(self, device: torch.device) -> str | None:
         return self._experts.why_not(device)

@@ -134,6 +134,10 @@ class KnownCode:
             self._found = structure, found
         return self._found[1]
 
+    def drop_references(self) -> None:
+        """Keep no module alive until the next step."""
+        self._found = None, {}
+
 
 def _forwards_of(module: nn.Module) -> Iterator[Any]:
     """Yield the forward of a module by kernels, if there is one."""
@@ -154,7 +158,8 @@ def _forwards_of(module: nn.Module) -> Iterator[Any]:
 def _norm(module: Any, form: NormForm, eps: str, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
     weight, (x,) = module.weight, (*args, *named.values())
     fits = x.dtype in _DTYPES and weight.dtype in _DTYPES and (weight.dtype == x.dtype or not form.rounds_first)
-    if not fits or weight.shape != x.shape[-1:] or x.stride(-1) != 1:
+    is_plain = type(weight) is nn.Parameter and weight.shape == x.shape[-1:] and weight.is_contiguous()
+    if not (fits and is_plain) or x.stride(-1) != 1:
         result: torch.Tensor = type(module).forward(module, x)
         return result
     return rms_norm(x, weight, getattr(module, eps), form)

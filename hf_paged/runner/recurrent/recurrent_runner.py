@@ -82,15 +82,17 @@ class RecurrentRunner(ModelRunner):
 
     def _num_singles(self, plan: StepPlan) -> int:
         """Return how many rows sample behind one token that follows a state, the first ones; 0 if others sample, too,
-        or if prompts read what such rows write."""
+        or if prompts read what such rows of others write."""
         prompts = self._prompts(plan)
         ends = [True] * plan.num_decode_rows + [prompt.ends_with_a_token for prompt in prompts]
         count = sum(ends)
         if not all(ends[:count]) or ends != plan.samples.tolist():
             return 0
-        late = self._late(plan, range(plan.num_decode_rows)).union(
-            *(prompt.writes(prompt.end - 1) for prompt in prompts if prompt.ends_with_a_token))
-        return count if all(late.isdisjoint(prompt.reads()) for prompt in prompts) else 0
+        # A prompt that goes on within a block reads what it has in it, before its own last token.
+        own = {prompt.row: set(prompt.writes(prompt.end - 1)) for prompt in prompts if prompt.ends_with_a_token}
+        late = self._late(plan, range(plan.num_decode_rows)).union(*own.values())
+        are_read = any(late.intersection(prompt.reads()) - own.get(prompt.row, set()) for prompt in prompts)
+        return 0 if are_read else count
 
     def _prompts(self, plan: StepPlan) -> list[Prompt]:
         moves = plan.states or StateMoves([], {}, {})

@@ -53,9 +53,9 @@ class StatePool:
             torch.OutOfMemoryError: If too little memory is free; the slots keep their states.
         """
         if num_slots > self.num_slots:
-            self.version += 1  # before anything moves, since an error may come in between
             grown = self._lines_of(num_slots)
             grown[: self.num_slots] = self._lines[: self.num_slots]
+            self.version += 1  # before anything moves, since an interrupt may come in between
             self._use(grown)
             self._arrivals = self._arrivals.new_zeros(num_slots + 1, MAX_GROUPS)
             self.num_slots = num_slots
@@ -92,7 +92,8 @@ class StatePool:
         return lines
 
     def _use(self, lines: torch.Tensor) -> None:
-        self._lines, self._tensors = lines, by_key(lines, self.spec.states)
+        tensors = by_key(lines, self.spec.states)
+        self._lines, self._tensors = lines, tensors  # between which no interrupt comes
 
 
 def by_key(lines: torch.Tensor, states: Iterable[StateShape]) -> dict[StateKey, torch.Tensor]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import textwrap
+import weakref
 from collections import Counter
 from types import FunctionType
 
@@ -16,6 +18,7 @@ from outlines import outlined
 from recurrent_models import outlined as recurrent_outlined
 from recurrent_models import recurrent_model, with_idiom
 from support import assert_native_parity, batch
+from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hf_paged
@@ -77,6 +80,32 @@ def test_kernels_give_the_numbers_of_the_modules(name, seen, monkeypatch):
     assert_native_parity(model, **batch([12, 5]), max_new_tokens=3)
 
 
+class OtherParameter(nn.Parameter):
+    """Of a library, with a memory of its own."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("weight", [torch.randn(2 * 64)[::2], torch.full((1,), 2.0).expand(64), torch.tensor(0.7),
+                                    torch.randn(3, 1, 64), torch.randn(64).as_subclass(OtherParameter)])
+def test_norms_with_other_weights_than_plain_ones_run_by_themselves(weight, seen):
+    """The kernel reads as many values as x has columns, one behind the other."""
+    norm, x = LlamaRMSNorm(64), torch.randn(5, 64)
+    forward, = known_code._forwards_of(norm)
+    assert torch.allclose(forward(x), norm(x), atol=1e-5) and seen == {"rms_norm": 1}
+    norm.weight = nn.Parameter(weight) if type(weight) is torch.Tensor else weight
+    assert torch.equal(forward(x), norm(x)) and seen == {"rms_norm": 1}
+
+
+def test_released_engines_keep_no_module_alive(seen):
+    model = hf_paged.enable(outlined(derived_model("Exaone4", {})), strict=True)
+    model.generate(**batch([9]), max_new_tokens=3)
+    assert seen["rms_norm"]
+    hf_paged.get_engine(model).release_memory()
+    former, model.model.norm = weakref.ref(model.model.norm), LlamaRMSNorm(model.config.hidden_size)
+    gc.collect()
+    assert former() is None
+
+
 def test_nothing_of_transformers_is_changed(seen):
     """Another thread may call the same modules."""
     model = outlined(derived_model("Glm4Moe", CLASSES["Glm4Moe"][0]))
@@ -121,18 +150,12 @@ def test_another_instruction_is_other_code(line, other, is_same):
 
 @pytest.mark.parametrize("change", [
     lambda norm, x: (norm, x.double()), lambda norm, x: (norm.half(), x), lambda norm, x: (norm, x.mT.contiguous().mT),
-    lambda norm, x: (weighed(norm, torch.randn(3, 8)), x), lambda norm, x: (weighed(norm, torch.randn(1)), x),
-], ids=["float64", "another dtype", "strides", "a weight a head", "one weight"])
+], ids=["float64", "another dtype", "strides"])
 def test_a_norm_computes_itself_what_the_kernel_does_not_take(change, monkeypatch):
     monkeypatch.setattr(known_code, "rms_norm", None)
     norm, x = change(LlamaRMSNorm(8), torch.randn(2, 3, 8))
     forward, = known_code._forwards_of(norm)
     assert torch.equal(forward(x), norm(x)) and torch.equal(forward(hidden_states=x), norm(x))
-
-
-def weighed(norm, weight):
-    norm.weight = torch.nn.Parameter(weight)
-    return norm
 
 
 def test_other_functions_are_no_code():

@@ -3,11 +3,13 @@ padding rows that change no row's state. Without a GPU the same steps run uncapt
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from recurrent_models import outlined, recurrent_model, run, with_idiom
 from runner.test_graphs import uncaptured
-from support import random_prompts
+from support import Interrupt, interrupted_behind, random_prompts
 from test_recurrent_runner import GREEDY, PROMPTS, greedy
 
 import hf_paged
@@ -79,6 +81,20 @@ def test_last_tokens_of_prompts_are_one_graph_where_no_other_row_samples(model, 
     made = {name: first.get(name, []) for name in names}
     rest = run(engine, GREEDY)
     assert [made[name] + rest[name] for name in names] == greedy(model, prompts)
+
+
+@pytest.mark.parametrize("length", [17, 18, 40])
+def test_last_tokens_behind_a_prefix_hit_join_the_graph_of_decode_rows(model, steps, length):
+    """Within a block, too, which has the tokens before that a prompt reads."""
+    again, other = random_prompts([length, 20], seed=4)
+    engine, made = decoding(model, [again, other])
+    name = engine.add_request(again, GREEDY)
+    del steps[:]
+    made[name] = []
+    for output in engine.step():
+        made[output.request_id] += output.new_token_ids
+    assert steps == [("decode", 4)]
+    assert finished(engine, made) == greedy(model, [again, other, again])
 
 
 def test_a_padded_step_changes_the_states_of_its_rows_alone(model, steps):
@@ -182,7 +198,26 @@ def test_a_pool_that_cannot_grow_keeps_its_states(monkeypatch):
         patched.setattr(torch, "empty", none)
         with pytest.raises(torch.OutOfMemoryError):
             pool.grow(4)
-    assert (pool.num_slots, pool.version) == (2, 1)
+    assert (pool.num_slots, pool.version) == (2, 0)  # nothing moved: graphs stay
     pool.grow(6)
     for tensor in pool._tensors.values():
         assert len(tensor) == 7 and tensor[:2].eq(7.0).all() and tensor[6].eq(0.0).all()
+
+
+def test_an_interrupt_while_a_pool_grows_leaves_all_states(model):
+    """A state that the pool lacks would count as one that no row has yet."""
+    spec, at, left = decoding(model, PROMPTS[:1])[0]._core.runner.spec, 0, True
+    while left:
+        at, left, pool = at + 1, False, StatePool(spec, 2)
+        for slot in range(2):
+            pool.put(slot, torch.full_like(pool.copy_of(slot), slot + 1))
+        before = {key: tensor[:2].clone() for key, tensor in pool._tensors.items()}
+        with suppress(Interrupt), interrupted_behind(at, "state_pool.py"):
+            left = True
+            pool.grow(4)
+            left = False
+        assert pool._tensors.keys() == before.keys()
+        assert all(torch.equal(tensor[:2], before[key]) for key, tensor in pool._tensors.items())
+        pool.put(0, torch.full_like(pool.copy_of(0), 2))
+        assert all(torch.equal(tensor[0], tensor[1]) for tensor in pool._tensors.values())
+    assert at > 5
