@@ -70,7 +70,8 @@ def packs(layer: Any, dtype: torch.dtype, device: torch.device) -> bool:
     norm, sizes = layer.norm, (layer.head_dim, layer.ssm_state_size)
     is_tried = device.type != "cuda" or (sizes in _TRIED_SIZES and compute_capability(device) == _TRIED_CAPABILITY)
     is_of_file = type(norm).__module__ == type(layer).__module__ and type(norm).__name__.endswith("RMSNormGated")
-    is_known = is_of_file and not [*unlike_layers((norm,), {"norm": norm.weight}, {}, dtype)]
+    is_known = is_of_file and hasattr(norm, "group_size") and norm.weight.shape == (layer.intermediate_size,) and not [
+        *unlike_layers((norm,), {"norm": norm.weight}, {}, dtype)]
     return is_tried and is_known and fits(layer.ssm_state_size, device)
 
 

@@ -232,3 +232,15 @@ def test_the_largest_step_packs_many_prompts(model, forwards, monkeypatch):
     executor = find_executor(model)(model)
     largest_step(executor, executor.kv_spec(), config, 50)()
     assert forwards[-1] == [49]
+
+
+@pytest.mark.parametrize("change", ["groups", "weight"])
+def test_norms_that_the_kernel_does_not_compute_keep_prompts_of_mamba_2_apart(change):
+    """Earlier norms know no groups; one of another weight the module broadcasts."""
+    norm = (layer := recurrent_model("Mamba2").backbone.layers[0].mixer).norm
+    assert mamba2.packs(layer, torch.float32, torch.device("cpu"))
+    if change == "groups":
+        del norm.group_size
+    else:
+        norm.weight = torch.nn.Parameter(norm.weight.data[:1])
+    assert not mamba2.packs(layer, torch.float32, torch.device("cpu"))
