@@ -14,7 +14,6 @@ from transformers import GenerationConfig, LogitsProcessorList
 import hf_paged
 from hf_paged import PagedGenerator
 from hf_paged.models.derivation.recurrent_executor import RecurrentExecutor
-from hf_paged.models.recurrent import delta_net
 
 pytestmark = [pytest.mark.gpu, with_idiom]
 NEW = 16
@@ -23,7 +22,8 @@ GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False)
 SHAPE = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 256}
 CAPTURED = ("Lfm2", "Mamba2", "NemotronH", "Qwen3_5", "Bamba")
 NAMES = (*CAPTURED, "Qwen3Next")  # whose experts run one by one here, which cannot be captured
-DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # with which prompts are packed in bf16
+DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+LAST = {"NemotronH": 2}  # tokens of a prompt behind its snapshot, where it is not 1
 
 
 def on_gpu(name, dtype=torch.float32):
@@ -96,7 +96,6 @@ def test_requests_that_come_one_after_another(name):
     assert list(run(engine, GREEDY, prompts).values()) == greedy(model, prompts)
 
 
-@pytest.mark.xfail(run=False, reason="kernels of packed prompts had CUDA errors with some sizes or dtypes")
 @pytest.mark.parametrize("budget", [100, 4096])
 @pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3Next"])
 def test_packed_prompts_in_chunks_and_behind_cached_beginnings(name, budget, monkeypatch):
@@ -108,7 +107,6 @@ def test_packed_prompts_in_chunks_and_behind_cached_beginnings(name, budget, mon
         return hidden_states(self, input_ids, step)
 
     monkeypatch.setattr(RecurrentExecutor, "hidden_states", watched)
-    monkeypatch.setattr(delta_net, "packs", lambda layer, dtype, device: True)  # for equal tokens in fp32
     prompts = random_prompts([70, 130, 1, 64, 17, 300, 2, 65])
     with PagedGenerator(on_gpu(name), strict=True, max_num_seqs=8, max_num_batched_tokens=budget) as generator:
         generator.generate([[1]], GREEDY, use_tqdm=False)
@@ -130,7 +128,8 @@ def test_prompts_go_on_from_snapshots(name):
     model, prompt = on_gpu(name), random_prompts([70])[0]
     with PagedGenerator(model, strict=True) as generator:
         first, = generator.generate([prompt], GREEDY, use_tqdm=False)
-        for tokens, cached in ((prompt, 69), (prompt + first.token_ids[:-1] + [7, 8, 9], 70 + NEW - 1)):
+        known = 70 - LAST.get(name, 1)
+        for tokens, cached in ((prompt, known), (prompt + first.token_ids[:-1] + [7, 8, 9], 70 + NEW - 1)):
             again, = generator.generate([tokens], GREEDY, use_tqdm=False)
             assert [again.token_ids] == greedy(model, [tokens])
             assert again.num_cached_tokens == cached
@@ -144,7 +143,7 @@ def test_the_rows_of_a_group_fork_from_one_prompt(name):
         config = GenerationConfig(max_new_tokens=NEW, do_sample=True, temperature=1e-4, num_return_sequences=1)
         made = generator.generate([prompt] * 8, config, use_tqdm=False)
     assert [one.token_ids for one in made] == greedy(model, [prompt]) * 8
-    assert sum(one.num_cached_tokens == 44 for one in made) == 7
+    assert sum(one.num_cached_tokens == 45 - LAST.get(name, 1) for one in made) == 7
 
 
 @pytest.mark.parametrize("name", ["Lfm2", "NemotronH", "Qwen3_5"])

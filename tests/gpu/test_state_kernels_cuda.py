@@ -233,5 +233,5 @@ def test_engines_run_by_them(name, enforce_eager, monkeypatch):
     expected = stock_generate(model, **inputs, max_new_tokens=24)
     for _ in range(2):
         assert_native_parity(model, expected, **inputs, max_new_tokens=24)
-    assert len(set(seen)) == 1 + (not name.startswith("Qwen"))  # prompts of delta nets are not packed in fp32
+    assert len(set(seen)) == 2
     assert hf_paged.get_engine(model)._executor.why_not_kernels(model.device) is None

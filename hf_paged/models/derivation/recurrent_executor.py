@@ -98,12 +98,14 @@ class RecurrentExecutor(DerivedExecutor):
     def hidden_states(self, input_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         meta, lengths = step.parts[0][2], step.row_lengths
         assert len(step.parts) == 1 and step.ends is None
-        if lengths is None and self.packs_prompts:
+        # A row that computes all of its tokens begins, whatever its slot holds of an earlier sequence.
+        is_new, packs = meta.max_query_len == meta.max_seq_len, lengths is None and self.packs_prompts
+        if packs and meta.max_query_len == 1 and not is_new:  # rows of one token behind a state
+            packs, lengths = False, meta.seq_lens
+        if packs:
             states = step.cache.states.packed_view(PackedRows(meta.query_start, meta.seq_lens, meta.slots))
             forwards = self._forwards_by(lambda kind: kind.prompts)
         else:
-            # A row that computes all of its tokens begins, whatever its slot holds of an earlier sequence.
-            is_new = meta.max_query_len == meta.max_seq_len
             states = step.cache.states.view(meta.slots, is_new=is_new, lengths=lengths)
             forwards = {} if is_new or lengths is None else self._forwards_by(lambda kind: kind.decode)
         if is_dry():

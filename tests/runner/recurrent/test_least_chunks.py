@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import PagedGenerator
+from hf_paged.models.derivation import recurrent_executor
 
 pytestmark = with_idiom
 NEW = 5
@@ -17,10 +18,14 @@ GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False)
 PROMPTS = random_prompts([30, 5, 17, 1, 70, 2, 3, 33, 49])
 
 
-@pytest.fixture(params=["Mamba2", "Bamba"])
-def model(request):
+@pytest.fixture(params=[("Mamba2", False), ("Bamba", False), ("Mamba2", True), ("Bamba", True)],
+                ids=lambda case: f"{case[0]} by {'kernels' if case[1] else 'modules'}")
+def model(request, monkeypatch):
     """Limits that most steps exceed."""
-    return outlined(recurrent_model(request.param, time_step_limit=(0.6, 0.7)))
+    name, by_kernels = request.param
+    if by_kernels:
+        monkeypatch.setattr(recurrent_executor, "why_not_on", lambda device: None)
+    return outlined(recurrent_model(name, time_step_limit=(0.6, 0.7)))
 
 
 def greedy(model, prompts):
