@@ -100,7 +100,7 @@ class RecurrentExecutor(DerivedExecutor):
         assert len(step.parts) == 1 and step.ends is None
         # A row that computes all of its tokens begins, whatever its slot holds of an earlier sequence.
         is_new, packs = meta.max_query_len == meta.max_seq_len, lengths is None and self.packs_prompts
-        if packs and meta.max_query_len == 1 and not is_new:  # rows of one token behind a state
+        if packs and meta.max_query_len == 1 and not is_new and self.least_chunk > 1:  # decode rows: pieces are longer
             packs, lengths = False, meta.seq_lens
         if packs:
             states = step.cache.states.packed_view(PackedRows(meta.query_start, meta.seq_lens, meta.slots))

@@ -67,12 +67,15 @@ def prompts(layer: Any, hidden_states: torch.Tensor, cache: StateView, **_: Any)
 def packs(layer: Any, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether `prompts` computes this layer of which `misfit` finds none; on Hopper GPUs alone, with sizes of
     published models."""
-    norm, sizes = layer.norm, (layer.head_dim, layer.ssm_state_size)
-    is_tried = device.type != "cuda" or (sizes in _TRIED_SIZES and compute_capability(device) == _TRIED_CAPABILITY)
+    norm = layer.norm
     is_of_file = type(norm).__module__ == type(layer).__module__ and type(norm).__name__.endswith("RMSNormGated")
     is_known = is_of_file and hasattr(norm, "group_size") and norm.weight.shape == (layer.intermediate_size,) and not [
         *unlike_layers((norm,), {"norm": norm.weight}, {}, dtype)]
-    return is_tried and is_known and fits(layer.ssm_state_size, device)
+    return is_known and _is_tried((layer.head_dim, layer.ssm_state_size), device) and fits(layer.ssm_state_size, device)
+
+
+def _is_tried(sizes: tuple[int, int], device: torch.device) -> bool:
+    return device.type != "cuda" or (sizes in _TRIED_SIZES and compute_capability(device) == _TRIED_CAPABILITY)
 
 
 def token_bytes(layer: Any, dtype: torch.dtype) -> int:

@@ -36,6 +36,11 @@ def model(request, forwards):
     return outlined(recurrent_model(request.param))
 
 
+def least_of(generator):
+    """Tokens that prompts compute behind a state, at least."""
+    return generator.engine._executor.least_chunk
+
+
 def greedy(model, prompts):
     made = stock_generate(model, **left_padded(prompts), max_new_tokens=NEW, do_sample=False)
     return made[:, -NEW:].tolist()
@@ -53,7 +58,7 @@ def test_a_step_is_a_forward_of_all_prompts_and_one_of_all_last_tokens(model, fo
         for prompt in ([4] * 5, [5] * 3, [6]):
             engine.add_request(prompt, GREEDY)
         engine.step()
-        assert forwards == [[4, 2, 1], [1, 1, 1]]
+        assert forwards == ([[4, 2, 1], [1, 1, 1]] if least_of(generator) == 1 else [[3, 1, 1], [2, 2], [1]])
 
 
 @pytest.mark.parametrize("budget", [13, 200])
@@ -94,7 +99,8 @@ def test_prompts_of_one_step_read_what_others_of_it_compute(model, forwards, ove
     prompts = [SYSTEM[:32], SYSTEM[:32] + [7], SYSTEM[:31], SYSTEM[:32], SYSTEM[:32] + OTHER, SYSTEM[:16]]
     with PagedGenerator(model, overlap=overlap) as generator:
         completions = generator.generate(prompts, max_new_tokens=NEW, do_sample=False)
-        assert [one.num_cached_tokens for one in completions] == [0, 31, 0, 31, 32, 0]
+        expected = [0, 31, 0, 31, 32, 0] if least_of(generator) == 1 else [0, 30, 0, 30, 30, 0]
+        assert [one.num_cached_tokens for one in completions] == expected
         assert [one.token_ids for one in completions] == greedy(model, prompts)
 
 
@@ -106,9 +112,10 @@ def test_a_group_of_rows_with_one_beginning_goes_on_together(model, forwards):
         del forwards[:]
         prompts = [SYSTEM[:32] + tail for tail in tails]
         completions = generator.generate(prompts, max_new_tokens=NEW, do_sample=False)
-        assert {one.num_cached_tokens for one in completions} == {32}
+        least = least_of(generator)
+        assert {one.num_cached_tokens for one in completions} == {33 - least}
         assert [one.token_ids for one in completions] == greedy(model, prompts)
-        assert forwards[:2] == [[len(tail) - 1 for tail in tails], [1] * 4]
+        assert forwards[:2] == [[len(tail) - 1 for tail in tails], [least] * 4]
 
 
 def test_a_prompt_goes_on_from_the_state_that_another_of_its_step_saves(model, forwards):
@@ -120,7 +127,8 @@ def test_a_prompt_goes_on_from_the_state_that_another_of_its_step_saves(model, f
         completions = generator.generate(prompts, max_new_tokens=NEW, do_sample=False)
         assert [one.num_cached_tokens for one in completions] == [0, 32]
         assert [one.token_ids for one in completions] == greedy(model, prompts)
-        assert forwards[:3] == [[32], [13, 8], [1, 1]]
+        least = least_of(generator)
+        assert forwards[:3] == [[32], [14 - least, 9 - least], [least] * 2]
 
 
 def test_log_probabilities_of_prompts_are_stocks(model):
