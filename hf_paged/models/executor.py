@@ -433,6 +433,11 @@ class ModelExecutor(ABC):
             forwards = RouteRecorder(step).forwards(routers, forwards)
         return view_of(decoder, forwards) if forwards else decoder
 
+    def left_out(self) -> Mapping[str, Callable[..., Any]]:
+        """Return forwards in place of layers that dry runs leave out, with all kernels inside of them, by path below
+        the decoder."""
+        return {}
+
     def _folded_forwards(self) -> dict[str, Callable[..., Any]]:
         """Return forwards for experts with LoRA on their weights, by path below the decoder."""
         found = ((path, self.decoder.get_submodule(path)) for path in self._wrapped)

@@ -51,7 +51,9 @@ def main() -> dict[str, Any]:
         one, of = OneLaunch(GPU), decoder()
         found = {"missing": step(one, of)}
         assert 1 in one._compiled
-        one._compiled[1].result(timeout=200)
+        assert one._compiled[1]
+        for kernel in one._compiled[1]:
+            kernel.result(timeout=200)
         found["meanwhile"] = {"compiled": list(compiled), "launched": list(launched)}
         found["requests run"] = step(one, of)
         one.look_again()

@@ -13,7 +13,7 @@ from support import random_prompts, stock_generate, tiny_model
 from transformers import GenerationConfig
 
 from hf_paged import PagedGenerator, PartlyLoadedError
-from hf_paged.engine import weight_access
+from hf_paged.engine.ranks import weight_transfer
 
 pytestmark = pytest.mark.slow  # further cases over ranks
 
@@ -215,7 +215,7 @@ def test_where_every_rank_runs_the_script(folders, stock):
     ("activate", "set_adapter", "blue", "blue"), ("remove_adapter", "delete_adapter", "red", "__base__")])
 def test_an_interrupt_parts_no_ranks(shared, folders, stock, monkeypatch, function, method, name, then):
     """SIGINT comes when rank 0 has changed its adapters, and the other rank has not."""
-    change = getattr(weight_access, function)
+    change = getattr(weight_transfer, function)
 
     def interrupted(*args):
         change(*args)
@@ -224,7 +224,7 @@ def test_an_interrupt_parts_no_ranks(shared, folders, stock, monkeypatch, functi
     for one in ("red", "blue"):
         shared.load_adapter(one, folders / one)
     shared.set_adapter("red")
-    monkeypatch.setattr(weight_access, function, interrupted)
+    monkeypatch.setattr(weight_transfer, function, interrupted)
     with pytest.raises(KeyboardInterrupt):
         getattr(shared, method)(name)
     monkeypatch.undo()

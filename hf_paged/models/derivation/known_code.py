@@ -129,8 +129,10 @@ class KnownCode:
         structure = executor.watch.step_structure(executor.model)
         if self._found[0] != structure:
             called = {id(module) for _, module in executor.called_modules()}
+            unseen = tuple(f"{path}." for path in executor.left_out())
             found = {path: forward for path, module in executor.decoder.named_modules()
-                     if path and id(module) not in called for forward in _forwards_of(module)}
+                     if path and id(module) not in called and not path.startswith(unseen)
+                     for forward in _forwards_of(module)}
             self._found = structure, found
         return self._found[1]
 

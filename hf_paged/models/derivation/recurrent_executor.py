@@ -109,7 +109,7 @@ class RecurrentExecutor(DerivedExecutor):
             states = step.cache.states.view(meta.slots, is_new=is_new, lengths=lengths)
             forwards = {} if is_new or lengths is None else self._forwards_by(lambda kind: kind.decode)
         if is_dry():
-            forwards = self._left_out() | forwards
+            forwards = self.left_out() | forwards
         decoder = self.body_of_step(step, forwards)
         with (paged_call(self.attention_configs()), running(step, self.masks()), self._casting(),
               by_row(self._adapted, self.adapter_rows(step.adapters))):
@@ -141,7 +141,7 @@ class RecurrentExecutor(DerivedExecutor):
         layers = {path: self.decoder.get_submodule(path) for path in self._known_kernels()[0]}
         return {path: partial(forward_of(_kind_of(layer)), layer) for path, layer in layers.items()}
 
-    def _left_out(self) -> dict[str, Callable[..., Any]]:
+    def left_out(self) -> dict[str, Callable[..., Any]]:
         """Return forwards that compute nothing of all layers with states, by path below the decoder: their own have no
         kernel of hf_paged, may call other packages, which a GPU that is not there does not run, and scan prompts, some
         token by token."""
