@@ -14,6 +14,27 @@ COUNTS, EARLIER = (1, 70, 128, 0, 3, 65, 1), (5, 0, 64, 4, 2, 0, 0)
 SPARE = 2  # slots of no row
 
 
+def rows_of(counts, earlier, slots, generator):
+    """Rows with so many new tokens and earlier ones, in any of the slots."""
+    device = generator.device
+    return PackedRows(
+        torch.tensor([0, *counts], device=device).cumsum(0).int(),
+        torch.tensor([new + before for new, before in zip(counts, earlier, strict=True)], device=device).int(),
+        torch.randperm(slots, generator=generator, device=device)[: len(counts)].int())
+
+
+def begun_slots(rows):
+    """Slots of rows with new tokens."""
+    return rows.slots[rows.starts.diff() > 0].long()
+
+
+def other_slots(rows, slots):
+    """[slots] bool, True for those that nothing changes."""
+    kept = torch.ones(slots, dtype=torch.bool, device=rows.slots.device)
+    kept[begun_slots(rows)] = False
+    return kept
+
+
 class Packed(NamedTuple):
     parts: tuple[torch.Tensor, ...]  # queries, keys, values
     gate: torch.Tensor
@@ -25,15 +46,11 @@ class Packed(NamedTuple):
 
     @property
     def begun(self):
-        """Slots of rows with new tokens."""
-        return self.rows.slots[self.rows.starts.diff() > 0].long()
+        return begun_slots(self.rows)
 
     @property
     def others(self):
-        """Slots that nothing changes."""
-        kept = torch.ones(len(self.conv), dtype=torch.bool, device=self.conv.device)
-        kept[self.begun] = False
-        return kept
+        return other_slots(self.rows, len(self.conv))
 
 
 def packed(dtype, counts=COUNTS, earlier=EARLIER, heads=2, group=2, key_dim=16, value_dim=32, taps=4, device="cpu"):
@@ -47,10 +64,7 @@ def packed(dtype, counts=COUNTS, earlier=EARLIER, heads=2, group=2, key_dim=16, 
     sizes = [key_dim, key_dim, group * value_dim, group * value_dim, group, group]
     query, key, value, gate, alpha, beta = rand(tokens, heads, sum(sizes)).split(sizes, 2)
     channels = heads * (2 * key_dim + group * value_dim)
-    rows = PackedRows(
-        torch.tensor([0, *counts], device=device).cumsum(0).int(),
-        torch.tensor([new + before for new, before in zip(counts, earlier, strict=True)], device=device).int(),
-        torch.randperm(slots, generator=g, device=device)[: len(counts)].int())
+    rows = rows_of(counts, earlier, slots, g)
     conv = rand(slots, channels, taps)
     states = rand(slots, heads * group, key_dim, value_dim, scale=0.3, dtype=torch.float32)
     for slot, before in zip(rows.slots.tolist(), earlier, strict=True):

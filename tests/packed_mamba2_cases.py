@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from packed_cases import COUNTS, EARLIER, SPARE, error, same
+from packed_cases import COUNTS, EARLIER, SPARE, begun_slots, error, other_slots, rows_of, same
 
 from hf_paged.kernels.recurrent.packed_convolution import PackedRows, packed_convolution
 from hf_paged.kernels.recurrent.packed_mamba2 import Steps, packed_mamba2_reference
@@ -19,15 +19,11 @@ class Packed(NamedTuple):
 
     @property
     def begun(self):
-        """Slots of rows with new tokens."""
-        return self.rows.slots[self.rows.starts.diff() > 0].long()
+        return begun_slots(self.rows)
 
     @property
     def others(self):
-        """Slots that nothing changes."""
-        kept = torch.ones(len(self.states), dtype=torch.bool, device=self.states.device)
-        kept[self.begun] = False
-        return kept
+        return other_slots(self.rows, len(self.states))
 
 
 def packed(dtype, counts=COUNTS, earlier=EARLIER, heads=4, groups=2, dim=16, size=32, low=0.0, high=float("inf"),
@@ -39,10 +35,7 @@ def packed(dtype, counts=COUNTS, earlier=EARLIER, heads=4, groups=2, dim=16, siz
         return (torch.randn(shape, generator=g, device=device) * scale).to(dtype)
 
     tokens, slots, channels = sum(counts), len(counts) + SPARE, heads * dim + 2 * groups * size
-    rows = PackedRows(
-        torch.tensor([0, *counts], device=device).cumsum(0).int(),
-        torch.tensor([new + before for new, before in zip(counts, earlier, strict=True)], device=device).int(),
-        torch.randperm(slots, generator=g, device=device)[: len(counts)].int())
+    rows = rows_of(counts, earlier, slots, g)
     parts = rand(tokens, channels + heads).split([heads * dim, groups * size, groups * size, heads], 1)
     conv, states = rand(slots, channels, 4), rand(slots, heads, dim, size, scale=0.3, dtype=torch.float32)
     mixed = packed_convolution([part[:, None] for part in parts[:3]], rand(channels, 1, 4, scale=0.5), rand(channels),

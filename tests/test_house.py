@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_paged"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES, MOST_FILES = 59_020, 349
+MOST_LINES, MOST_FILES = 59_000, 349
 # A file of more lines is several ideas. Those that are: what they may have at most.
 MOST_LINES_OF_A_FILE = 700
 LONG_FILES: dict[str, int] = {}

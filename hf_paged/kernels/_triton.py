@@ -32,7 +32,7 @@ _PREFETCH_BYTES = 16 << 20
 __all__ = [
     "after_previous_kernel", "cdiv", "column_numbers", "constants", "jit", "next_power_of_2", "on_device_of",
     "pdl_options", "pdl_supported", "prefetch_options", "prefetch_rows", "prefetch_vector", "require_triton",
-    "row_of_tile", "tl", "triton",
+    "row_of_tile", "tl", "triton", "why_not_on",
 ]
 
 
@@ -86,6 +86,12 @@ def require_triton() -> None:
     """Raise ``RuntimeError`` if Triton, which a kernel needs, is not installed."""
     if triton is None:
         raise RuntimeError("this kernel needs triton, which is not installed: install triton or use the torch backend")
+
+
+def why_not_on(device: torch.device) -> str | None:
+    """Return why a device does not run the kernels, or None."""
+    is_known = triton is not None and (compute_capability(device) or (0, 0)) >= (8, 0)
+    return None if is_known else "the kernels need Triton and an NVIDIA GPU of compute capability 8.0 or more"
 
 
 def cdiv(count: int, size: int) -> int:

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from transformers.integrations import moe
 
-from hf_paged.device.cuda import compute_capability
 from hf_paged.guards.expert_code import GATES, ROUTERS, ignores_logits, known_code
 from hf_paged.guards.families import SILU
 from hf_paged.guards.hooks import ReplayHook, only_captures
-from hf_paged.kernels._triton import triton
+from hf_paged.kernels._triton import why_not_on
 from hf_paged.kernels.experts.down import down
 from hf_paged.kernels.experts.fold import ExpertUpdate
 from hf_paged.kernels.experts.gate_up import ExpertWeights, Gating, gate_up
@@ -126,12 +125,6 @@ def apply_experts(block: nn.Module, parts: ExpertsParts | None, hidden: torch.Te
     if record is not None:
         record(outputs.routes.experts)
     return (join_experts(outputs), parts.ranks) if parts.ranks.is_parallel else (outputs, SINGLE)
-
-
-def why_not_on(device: torch.device) -> str | None:
-    """Return why a device does not run the kernels, or None."""
-    is_known = triton is not None and (compute_capability(device) or (0, 0)) >= (8, 0)
-    return None if is_known else "the kernels need Triton and an NVIDIA GPU of compute capability 8.0 or more"
 
 
 class ExpertsReader:

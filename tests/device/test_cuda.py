@@ -15,8 +15,7 @@ from hf_paged.attention.registry import resolve_backend
 from hf_paged.device import cuda as _device
 from hf_paged.kernels import _triton, hopper
 from hf_paged.kernels.hopper import decoder_layers_support, prefill_support
-from hf_paged.kernels.layer import linear, linear_4bit
-from hf_paged.models import experts
+from hf_paged.kernels.layer import linear
 from hf_paged.models.recurrent import mamba2
 from hf_paged.parallel import peers
 
@@ -26,11 +25,10 @@ GPU = torch.device("cuda", 0)
 QUESTIONS: dict[str, Callable[[], bool]] = {
     "device/cuda.py:shared_memory": lambda: _device.shared_memory(GPU) > 0,
     "kernels/_triton.py:pdl_supported": lambda: _triton.pdl_supported(GPU),
+    "kernels/_triton.py:why_not_on": lambda: _triton.why_not_on(GPU) is None,
     "attention/flash_attn_backend.py:_major": lambda: flash_attn_backend._major(GPU) is not None,
     "kernels/hopper/__init__.py:why_not_on": lambda: hopper.why_not_on(GPU, lambda *_: None) is None,
     "kernels/layer/linear.py:_shared_memory": lambda: linear._shared_memory(GPU) > 0,
-    "kernels/layer/linear_4bit.py:runs_on": lambda: linear_4bit.runs_on(GPU),
-    "models/experts.py:why_not_on": lambda: experts.why_not_on(GPU) is None,
     "models/recurrent/mamba2.py:_is_tried": lambda: mamba2._is_tried((64, 128), GPU),
     "parallel/peers.py:_obstacle": lambda: "NVIDIA" not in (peers._obstacle(GPU, 2) or ""),
 }
@@ -43,8 +41,7 @@ OF_A_MAKER = {"get_device_capability", "get_arch_list", "get_gencode_flags", "gc
 def gpu(monkeypatch):
     """A GPU that says (9, 0), as an H200 and an MI250 do."""
     cached = [prefill_support.why_not_on, flash_attn_backend._major, _triton.pdl_supported, _device.shared_memory,
-              _device.num_multiprocessors, decoder_layers_support._why_not_on, linear._shared_memory,
-              linear_4bit.runs_on]
+              _device.num_multiprocessors, decoder_layers_support._why_not_on, linear._shared_memory]
     for one in cached:
         one.cache_clear()
     properties = type("Properties", (), {"shared_memory_per_block_optin": 232448, "multi_processor_count": 132})

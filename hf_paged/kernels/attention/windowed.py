@@ -137,6 +137,18 @@ def windowed_config(dim: int, itemsize: int, longest: int, shared_memory: int) -
 
 
 @jit()
+def _loaded(tile, lane, inside, DIM: tl.constexpr, IS_WIDER: tl.constexpr, MASKED: tl.constexpr):
+    """Load some lanes of a tile of tokens; IS_WIDER: not all of them belong to a head, MASKED: see `_add_keys`."""
+    if MASKED:
+        return tl.load(tile + lane[None, :], mask=inside & (lane < DIM)[None, :], other=0.0)
+    elif IS_WIDER:  # noqa: RET505  (decided at compile time)
+        at = tile + lane[None, :]
+        return tl.load(at, mask=tl.broadcast_to((lane < DIM)[None, :], at.shape), other=0.0)
+    else:
+        return tl.load(tile + lane[None, :])
+
+
+@jit()
 def _add_keys(acc, acc_rest, top, total, q_main, q_rest, k, v, k_token, v_token, left, scale_log2,
               BLOCK_N: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, MASKED: tl.constexpr):
     """Return (acc, acc_rest, top, total) after a tile of keys; where MASKED, only ``left`` of it belong to the window.
@@ -146,31 +158,13 @@ def _add_keys(acc, acc_rest, top, total, q_main, q_rest, k, v, k_token, v_token,
     k_tile = k + n[:, None] * k_token
     v_tile = v + n[:, None] * v_token
     inside = (n < left)[:, None]
-    if MASKED:
-        readable = inside & (lane < DIM)[None, :]
-        keys = tl.load(k_tile + lane[None, :], mask=readable, other=0.0)
-        values = tl.load(v_tile + lane[None, :], mask=readable, other=0.0)
-    elif MAIN > DIM:
-        readable = tl.broadcast_to((lane < DIM)[None, :], [BLOCK_N, MAIN])
-        keys = tl.load(k_tile + lane[None, :], mask=readable, other=0.0)
-        values = tl.load(v_tile + lane[None, :], mask=readable, other=0.0)
-    else:
-        keys = tl.load(k_tile + lane[None, :])
-        values = tl.load(v_tile + lane[None, :])
+    keys = _loaded(k_tile, lane, inside, DIM, MAIN > DIM, MASKED)
+    values = _loaded(v_tile, lane, inside, DIM, MAIN > DIM, MASKED)
     score = tl.dot(q_main, tl.trans(keys), input_precision="ieee")
     if REST > 0:
         rest = MAIN + tl.arange(0, REST)
-        if MASKED:
-            readable_rest = inside & (rest < DIM)[None, :]
-            keys_rest = tl.load(k_tile + rest[None, :], mask=readable_rest, other=0.0)
-            values_rest = tl.load(v_tile + rest[None, :], mask=readable_rest, other=0.0)
-        elif MAIN + REST > DIM:
-            readable_rest = tl.broadcast_to((rest < DIM)[None, :], [BLOCK_N, REST])
-            keys_rest = tl.load(k_tile + rest[None, :], mask=readable_rest, other=0.0)
-            values_rest = tl.load(v_tile + rest[None, :], mask=readable_rest, other=0.0)
-        else:
-            keys_rest = tl.load(k_tile + rest[None, :])
-            values_rest = tl.load(v_tile + rest[None, :])
+        keys_rest = _loaded(k_tile, rest, inside, DIM, MAIN + REST > DIM, MASKED)
+        values_rest = _loaded(v_tile, rest, inside, DIM, MAIN + REST > DIM, MASKED)
         score = tl.dot(q_rest, tl.trans(keys_rest), score, input_precision="ieee")
     if MASKED:
         score = tl.where((n < left)[None, :], score, float("-inf"))
@@ -277,7 +271,5 @@ def _aligned(x: torch.Tensor, vector: int) -> torch.Tensor:
 
 def launches(dim: int, dtype: torch.dtype, device: torch.device) -> list[tuple[torch.Tensor, Windows]]:
     """Return q, which is k and v as well, and windows of launches that run all kernels of a head size."""
-    found = []
-    for length in (_SHORT, 2 * _SHORT):
-        found.append((torch.zeros(length, 1, dim, dtype=dtype, device=device), Windows(np.array([0, length]))))
-    return found
+    return [(torch.zeros(length, 1, dim, dtype=dtype, device=device), Windows(np.array([0, length])))
+            for length in (_SHORT, 2 * _SHORT)]

@@ -19,6 +19,7 @@ from hf_paged.kernels._triton import (
     tl,
 )
 from hf_paged.kernels.layer.linear import joined_reference
+from hf_paged.kernels.layer.rms_norm import rms_norm_reference
 
 MANY_ROWS = 512
 
@@ -61,13 +62,6 @@ def add_rms_norm_reference(
     summed = x if residual is None else residual + x
     normed = rms_norm_reference(summed, weight, eps)
     return normed if dtype is None else normed.to(dtype), summed
-
-
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """transformers' ``Qwen3RMSNorm`` over the last dim of ``x``."""
-    hidden = x.float()
-    variance = hidden.pow(2).mean(-1, keepdim=True)
-    return weight * (hidden * torch.rsqrt(variance + eps)).to(x.dtype)
 
 
 def rms_norm_host(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

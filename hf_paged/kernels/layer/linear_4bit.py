@@ -9,14 +9,13 @@ each value is rounded to the dtype of x, products are added up in float32.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from hf_paged.device.cuda import compute_capability, num_multiprocessors
+from hf_paged.device.cuda import num_multiprocessors
 from hf_paged.kernels._triton import (
     after_previous_kernel,
     cdiv,
@@ -27,7 +26,6 @@ from hf_paged.kernels._triton import (
     prefetch_rows,
     require_triton,
     tl,
-    triton,
 )
 from hf_paged.kernels.dequantize_4bit import Packed4Bit, dequantized_reference, packed_error, packed_signature
 from hf_paged.kernels.layer._splitk_linear import DotConfig, joined_dot_parts
@@ -89,12 +87,6 @@ def fit(weights: Sequence[Packed4Bit]) -> bool:
     are_alike = len(weights) <= _MOST_WEIGHTS and len(kinds) == 1
     return are_blocks_whole and are_alike and all(
         w.data.data_ptr() % 16 == 0 and not packed_error(w) for w in weights)
-
-
-@lru_cache(maxsize=64)
-def runs_on(device: torch.device) -> bool:
-    """Return whether the kernels run on a device: CUDA from Ampere on."""
-    return triton is not None and device.type == "cuda" and (compute_capability(device) or (0, 0)) >= (8, 0)
 
 
 def linear_4bit(x: torch.Tensor, group: Packed4BitGroup, bias: None = None) -> torch.Tensor:

@@ -20,8 +20,10 @@ from hf_paged.kernels._triton import (
     require_triton,
     tl,
 )
-from hf_paged.kernels.layer.add_rms_norm import rms_norm_host, rms_norm_reference
+from hf_paged.kernels.layer.add_rms_norm import rms_norm_host
 from hf_paged.kernels.layer.linear import joined, joined_reference
+from hf_paged.kernels.layer.rms_norm import rms_norm_reference
+from hf_paged.kernels.layer.rotary import rotated
 from hf_paged.kernels.layer.store_kv import store_kv_reference
 
 _TILE_ELEMENTS, _MANY_TOKENS = 1024, 512
@@ -129,16 +131,10 @@ def qk_norm_rope_store_reference(qkv: torch.Tensor, heads: HeadsToCache,
     packed = qkv.unflatten(1, (-1, head_dim))
     query, key, value = packed.tensor_split((packed.shape[1] - 2 * kv_heads, packed.shape[1] - kv_heads), dim=1)
     cos, sin = cos[positions][:, None], sin[positions][:, None]
-    key = _rotate(key if k_weight is None else rms_norm_reference(key, k_weight, eps), cos, sin)
+    key = rotated(key if k_weight is None else rms_norm_reference(key, k_weight, eps), cos, sin)
     store(key.to(k_cache.dtype), value, k_cache, v_cache, slot_mapping)
-    query = _rotate(query if q_weight is None else rms_norm_reference(query, q_weight, eps), cos, sin)
+    query = rotated(query if q_weight is None else rms_norm_reference(query, q_weight, eps), cos, sin)
     return query.to(k_cache.dtype)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """transformers' ``apply_rotary_pos_emb``."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 @jit()

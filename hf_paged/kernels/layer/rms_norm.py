@@ -32,6 +32,9 @@ class NormForm(NamedTuple):
     adds_one: bool = False
 
 
+USUAL_FORM = NormForm()  # as of ``Qwen3RMSNorm``
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> torch.Tensor:
     """Compute RMSNorm over the last dim, in float32.
 
@@ -47,7 +50,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) 
     return (rms_norm_triton if x.is_cuda else rms_norm_reference)(x, weight, eps, form)
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> torch.Tensor:
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float,
+                       form: NormForm = USUAL_FORM) -> torch.Tensor:
     """:func:`rms_norm` in plain torch."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -37,12 +37,14 @@ def rotary_reference(
     """:func:`rotary` in plain torch."""
     cos, sin, size = cos[:, None], sin[:, None], cos.shape[-1]
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        turned, rest = x[..., :size], x[..., size:]
-        first, second = turned.chunk(2, -1)
-        return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+    q, k = (torch.cat([rotated(x[..., :size], cos, sin), x[..., size:]], -1) for x in (q, k))
+    return q, k
 
-    return rotated(q), rotated(k)
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first half of the last dim against the second, as ``apply_rotary_pos_emb`` does, in plain torch."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 @jit()

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from hf_paged.guards.families import SILU
-from hf_paged.kernels.layer.rms_norm import NormForm, rms_norm
+from hf_paged.kernels._triton import why_not_on
+from hf_paged.kernels.layer.rms_norm import USUAL_FORM, NormForm, rms_norm
 from hf_paged.kernels.layer.rotary import rotary
 from hf_paged.kernels.layer.silu_mul import silu_mul_parts
 from hf_paged.models.executor import ModelExecutor, OnView
-from hf_paged.models.experts import why_not_on
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -88,7 +88,7 @@ def _part_rotary(q, k, cos, sin, unsqueeze_dim=1):
 
 
 # By function: how it rounds, and the attribute that has its epsilon.
-_NORMS = ((_llama_norm, NormForm(), "variance_epsilon"), (_gpt_oss_norm, NormForm(rounds_first=False),
+_NORMS = ((_llama_norm, USUAL_FORM, "variance_epsilon"), (_gpt_oss_norm, NormForm(rounds_first=False),
                                                           "variance_epsilon"),
           (_gemma_norm, NormForm(rounds_first=False, adds_one=True), "eps"))
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from hf_paged.errors import Reason
 from hf_paged.guards.hints import DTYPE_OF_AUTOCAST, ENABLE_AGAIN
+from hf_paged.kernels._triton import why_not_on
 from hf_paged.kernels.build.compiling import is_dry
 from hf_paged.kernels.recurrent.packed_convolution import PackedRows
 from hf_paged.models.base import KVSpec, StateShape, StepContext
 from hf_paged.models.derivation.executor import DerivedExecutor
 from hf_paged.models.executor import ModelExecutor, final_states
-from hf_paged.models.experts import why_not_on
 from hf_paged.models.paged_calls import paged_call, running
 from hf_paged.models.recurrent import delta_net, mamba2, view
 from hf_paged.models.tuners import by_row

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_paged.device.cuda import free_memory
-from hf_paged.kernels.layer.linear_4bit import Packed4BitGroup, fit, runs_on, scratch_size
+from hf_paged.kernels._triton import why_not_on
+from hf_paged.kernels.layer.linear_4bit import Packed4BitGroup, fit, scratch_size
 from hf_paged.models.copied_weights import Groups, copied_bytes, has_4bit, packed_weight
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class Dequantizing:
 
 def reads_packed(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether kernels that read 4-bit weights run on a device, and compute in a dtype."""
-    return runs_on(device) and dtype in (torch.float16, torch.bfloat16)
+    return why_not_on(device) is None and dtype in (torch.float16, torch.bfloat16)
 
 
 def packable(groups: Groups, dtype: torch.dtype, device: torch.device, head: str) -> Groups:
